@@ -1,0 +1,58 @@
+//! MLX affine quantization: codes in one little-endian bit stream per row, scales and biases beside them.
+//!
+//! Element `k` of a row occupies bits `k * bits .. (k + 1) * bits` of its row's words, least significant bit first, running on
+//! across word borders for 3, 5 and 6 bits. Width and group size are inferred from shapes, since per-module overrides make the
+//! checkpoint's global setting unreliable.
+
+use std::ops::Range;
+use std::sync::Arc;
+
+use kvern_base::Raw;
+
+use crate::mapping::Mapping;
+use crate::quant::Affine;
+use crate::tensor::decode_raw;
+
+/// Where the scales and biases of an MLX tensor lie, and its affine form.
+#[derive(Debug, Clone)]
+pub struct MlxParts {
+    pub(crate) affine: Affine,
+    pub(crate) scales: Part,
+    pub(crate) biases: Part,
+}
+
+/// A raw side tensor of one element per group.
+#[derive(Debug, Clone)]
+pub(crate) struct Part {
+    pub(crate) mapping: Arc<Mapping>,
+    pub(crate) range: Range<usize>,
+    pub(crate) raw: Raw,
+}
+
+impl Part {
+    fn row(&self, row: usize, out: &mut [f32]) {
+        let stride = out.len() * self.raw.bytes();
+        let bytes = &self.mapping.bytes()[self.range.clone()];
+        decode_raw(self.raw, &bytes[row * stride..(row + 1) * stride], out);
+    }
+}
+
+impl MlxParts {
+    pub(crate) fn decode(
+        &self,
+        stream: &[u8],
+        row: usize,
+        codes: &mut [u8],
+        scales: &mut [f32],
+        biases: &mut [f32],
+    ) {
+        self.scales.row(row, scales);
+        self.biases.row(row, biases);
+        let bits = self.affine.bits as usize;
+        for (k, code) in codes.iter_mut().enumerate() {
+            let (byte, shift) = (k * bits / 8, k * bits % 8);
+            let word = u16::from(stream[byte]) | u16::from(stream.get(byte + 1).copied().unwrap_or(0)) << 8;
+            *code = (word >> shift & ((1 << bits) - 1)) as u8;
+        }
+    }
+}

@@ -1,0 +1,172 @@
+//! A named tensor inside a mapped file, readable row by row.
+
+use std::ops::Range;
+use std::sync::Arc;
+
+use kvern_base::{Raw, bf16, f16};
+
+use crate::mapping::Mapping;
+use crate::mlx::MlxParts;
+use crate::quant::{Affine, BlockFormat};
+
+/// How a tensor's elements are stored.
+#[derive(Debug, Clone)]
+pub enum Encoding {
+    /// One raw element after another.
+    Raw(Raw),
+    /// GGML blocks along the innermost dimension.
+    Block(BlockFormat),
+    /// MLX affine: a bit stream of codes, with scales and biases in tensors of their own.
+    Mlx(MlxParts),
+}
+
+impl std::fmt::Display for Encoding {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        match self {
+            Self::Raw(raw) => raw.fmt(f),
+            Self::Block(format) => f.write_str(format.name()),
+            Self::Mlx(parts) => write!(f, "mlx{}g{}", parts.affine.bits, parts.affine.group),
+        }
+    }
+}
+
+/// One tensor: a matrix of `rows × cols`, where `cols` is the innermost dimension and `rows` all others together.
+#[derive(Debug)]
+pub struct Tensor {
+    pub(crate) name: String,
+    pub(crate) shape: Vec<usize>,
+    pub(crate) mapping: Arc<Mapping>,
+    pub(crate) range: Range<usize>,
+    pub(crate) encoding: Encoding,
+    /// Where each row of the tensor lies in the file, when that is not its own index.
+    pub(crate) order: Option<Vec<u32>>,
+}
+
+impl Tensor {
+    /// The name in the file.
+    pub fn name(&self) -> &str {
+        &self.name
+    }
+
+    /// The shape, outermost dimension first.
+    pub fn shape(&self) -> &[usize] {
+        &self.shape
+    }
+
+    /// The innermost dimension.
+    pub fn cols(&self) -> usize {
+        self.shape.last().copied().unwrap_or(1)
+    }
+
+    /// The product of all dimensions but the innermost.
+    pub fn rows(&self) -> usize {
+        self.shape.iter().rev().skip(1).product()
+    }
+
+    /// How the elements are stored.
+    pub fn encoding(&self) -> &Encoding {
+        &self.encoding
+    }
+
+    /// The affine form of a quantized tensor; `None` for a raw one.
+    pub fn affine(&self) -> Option<Affine> {
+        match &self.encoding {
+            Encoding::Raw(_) => None,
+            Encoding::Block(format) => Some(format.affine()),
+            Encoding::Mlx(parts) => Some(parts.affine),
+        }
+    }
+
+    /// Reads row `r` from the file's row `order[r]`; used where a format stores rows in another order than the graph's.
+    ///
+    /// # Panics
+    /// When `order` is not a permutation's length: one entry per row.
+    #[must_use]
+    pub fn with_row_order(mut self, order: Vec<u32>) -> Self {
+        assert_eq!(order.len(), self.rows(), "one source row per row of `{}`", self.name);
+        self.order = Some(order);
+        self
+    }
+
+    fn row_bytes(&self, row: usize) -> &[u8] {
+        let bytes = &self.mapping.bytes()[self.range.clone()];
+        let source = self.order.as_ref().map_or(row, |order| order[row] as usize);
+        let stride = bytes.len() / self.rows().max(1);
+        &bytes[source * stride..(source + 1) * stride]
+    }
+
+    /// Decodes one row exactly into `f32`.
+    ///
+    /// # Panics
+    /// When `row` is out of range or `out` is not `cols` long.
+    pub fn decode_row(&self, row: usize, out: &mut [f32]) {
+        assert_eq!(out.len(), self.cols());
+        let bytes = self.row_bytes(row);
+        match &self.encoding {
+            Encoding::Raw(raw) => decode_raw(*raw, bytes, out),
+            _ => {
+                let affine = self.affine().expect("a tensor is raw or affine");
+                let groups = out.len() / affine.group;
+                let (mut codes, mut scales, mut biases) = (vec![0; out.len()], vec![0.0; groups], vec![0.0; groups]);
+                self.decode_groups(row, &mut codes, &mut scales, &mut biases);
+                for (group, out) in out.chunks_exact_mut(affine.group).enumerate() {
+                    for (out, &code) in out.iter_mut().zip(&codes[group * affine.group..]) {
+                        *out = scales[group] * (i32::from(code) - affine.zero) as f32 + biases[group];
+                    }
+                }
+            }
+        }
+    }
+
+    /// Splits one row of a quantized tensor into codes (one per element), and a scale and a bias per group.
+    ///
+    /// # Panics
+    /// When the tensor is raw, `row` is out of range, or a slice has another length than the row needs.
+    pub fn decode_groups(&self, row: usize, codes: &mut [u8], scales: &mut [f32], biases: &mut [f32]) {
+        assert_eq!(codes.len(), self.cols());
+        match &self.encoding {
+            Encoding::Raw(_) => panic!("`{}` is not quantized", self.name),
+            Encoding::Block(format) => format.decode(self.row_bytes(row), codes, scales, biases),
+            Encoding::Mlx(parts) => {
+                let source = self.order.as_ref().map_or(row, |order| order[row] as usize);
+                parts.decode(self.row_bytes(row), source, codes, scales, biases);
+            }
+        }
+    }
+
+    /// All elements in row order, decoded to `f32`.
+    pub fn to_vec(&self) -> Vec<f32> {
+        let mut out = vec![0.0; self.rows() * self.cols()];
+        for (row, out) in out.chunks_exact_mut(self.cols().max(1)).enumerate() {
+            self.decode_row(row, out);
+        }
+        out
+    }
+}
+
+impl Drop for Tensor {
+    fn drop(&mut self) {
+        self.mapping.release(self.range.clone());
+    }
+}
+
+/// Decodes raw elements that may lie at any byte address.
+pub(crate) fn decode_raw(raw: Raw, bytes: &[u8], out: &mut [f32]) {
+    match raw {
+        Raw::F32 => {
+            for (out, bytes) in out.iter_mut().zip(bytes.as_chunks().0) {
+                *out = f32::from_le_bytes(*bytes);
+            }
+        }
+        Raw::F16 => {
+            for (out, bytes) in out.iter_mut().zip(bytes.as_chunks().0) {
+                *out = f16::from_le_bytes(*bytes).to_f32();
+            }
+        }
+        Raw::Bf16 => {
+            for (out, bytes) in out.iter_mut().zip(bytes.as_chunks().0) {
+                *out = bf16::from_le_bytes(*bytes).to_f32();
+            }
+        }
+    }
+}
