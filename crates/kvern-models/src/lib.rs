@@ -1,1 +1,116 @@
-//! stub
+//! Model graphs: one file per family, written in the verbs of [`Backend`].
+//!
+//! **What.** [`load`] reads a checkpoint's configuration, looks its `model_type` up in the registry and builds the graph with all
+//! weights packed. A [`Model`] turns a step plan into logits.
+//!
+//! **Why.** A graph is a straight list of verbs over a workspace of fixed size, so the same list runs on every backend.
+//!
+//! **Invariants.** Every tensor of the checkpoint is used, or loading fails and names one that is not. A graph allocates nothing after
+//! loading.
+//!
+//! ```no_run
+//! use kvern_backend::Reference;
+//! use kvern_models::{LoadOptions, load};
+//! let checkpoint = kvern_weights::Checkpoint::open("model.gguf".as_ref())?;
+//! let model = load(&Reference::new(), checkpoint, &LoadOptions::default())?;
+//! println!("{}: {} bytes of state per token", model.info().architecture, model.info().spec.row_bytes(64) / 64);
+//! # Ok::<(), Box<dyn std::error::Error>>(())
+//! ```
+
+#![forbid(unsafe_code)]
+
+mod config;
+mod error;
+mod llama;
+mod loader;
+pub mod rope;
+
+use std::ops::ControlFlow;
+
+pub use error::Error;
+use kvern_backend::Backend;
+use kvern_state::{Codec, StateSpec};
+use kvern_weights::Checkpoint;
+
+/// What is known of a model besides its weights.
+#[derive(Debug, Clone)]
+pub struct Info {
+    /// The `model_type`, as Hugging Face names it.
+    pub architecture: String,
+    /// Layers.
+    pub layers: usize,
+    /// Width of the residual stream.
+    pub hidden: usize,
+    /// Query heads.
+    pub heads: usize,
+    /// Number of token ids.
+    pub vocab: usize,
+    /// The longest row, in tokens.
+    pub context: usize,
+    /// The state that a row holds.
+    pub spec: StateSpec,
+    /// Bytes of packed weights.
+    pub weight_bytes: usize,
+}
+
+/// A loaded graph.
+pub trait Model<B: Backend>: Send {
+    /// What is known of the model.
+    fn info(&self) -> &Info;
+
+    /// Runs a step: appends the step's tokens to the state behind `pages` and computes logits `[outputs, vocab]` at the tokens the
+    /// plan names, in its order.
+    ///
+    /// # Errors
+    /// The backend's.
+    fn forward(&mut self, backend: &B, step: &B::Step, pages: &mut B::Pages) -> Result<&B::Tensor, Error>;
+}
+
+/// How a model is loaded.
+#[derive(Clone, Copy)]
+pub struct LoadOptions<'a> {
+    /// How keys and values are stored; the weights' own type (`f16` for quantized weights) when absent.
+    pub kv: Option<(Codec, Codec)>,
+    /// The most tokens of one step.
+    pub max_tokens: usize,
+    /// The most tokens of one step that can have logits.
+    pub max_outputs: usize,
+    /// Tokens of a page.
+    pub page: usize,
+    /// Called with (tensors loaded, tensors in all); may stop the loading.
+    pub progress: Option<&'a dyn Fn(usize, usize) -> ControlFlow<()>>,
+}
+
+impl Default for LoadOptions<'_> {
+    fn default() -> Self {
+        Self { kv: None, max_tokens: 512, max_outputs: 64, page: 64, progress: None }
+    }
+}
+
+/// Builds one family of models.
+type Build<B> = fn(&B, Checkpoint, &LoadOptions<'_>) -> Result<Box<dyn Model<B>>, Error>;
+
+/// Every `model_type` with the function that builds it. GGUF architectures have the same names.
+fn registry<B: Backend>() -> [(&'static str, Build<B>); 4] {
+    [("llama", llama::load), ("mistral", llama::load), ("qwen2", llama::load), ("qwen3", llama::load)]
+}
+
+/// The names that the registry knows.
+pub fn architectures() -> impl Iterator<Item = &'static str> {
+    registry::<kvern_backend::Reference>().into_iter().map(|(name, _)| name)
+}
+
+/// Loads a model.
+///
+/// # Errors
+/// [`Error`] for an architecture that is not known, a configuration that makes no sense, or weights that do not fit it.
+pub fn load<B: Backend>(
+    backend: &B,
+    checkpoint: Checkpoint,
+    options: &LoadOptions<'_>,
+) -> Result<Box<dyn Model<B>>, Error> {
+    let name = config::model_type(checkpoint.source())?;
+    let entry = registry::<B>().into_iter().find(|(known, _)| *known == name);
+    let (_, build) = entry.ok_or_else(|| Error::Architecture { found: name, known: architectures().collect() })?;
+    build(backend, checkpoint, options)
+}

@@ -88,6 +88,24 @@ impl Tensor {
         self
     }
 
+    /// A raw vector with its elements in the order `order`, held in memory; used for biases of reordered rows.
+    ///
+    /// # Panics
+    /// When an entry of `order` is outside the vector.
+    #[must_use]
+    pub fn with_element_order(self, order: &[u32]) -> Self {
+        let values = self.to_vec();
+        let bytes: Vec<u8> = order.iter().flat_map(|&source| values[source as usize].to_le_bytes()).collect();
+        Self {
+            name: self.name.clone(),
+            shape: vec![order.len()],
+            range: 0..bytes.len(),
+            mapping: Mapping::from_bytes(self.mapping.path(), bytes),
+            encoding: Encoding::Raw(Raw::F32),
+            order: None,
+        }
+    }
+
     fn row_bytes(&self, row: usize) -> &[u8] {
         let bytes = &self.mapping.bytes()[self.range.clone()];
         let source = self.order.as_ref().map_or(row, |order| order[row] as usize);

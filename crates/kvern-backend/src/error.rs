@@ -1,0 +1,51 @@
+//! What a backend can refuse.
+
+use kvern_base::AllocError;
+
+/// Why a backend could not do something.
+#[derive(Debug, Clone, PartialEq, thiserror::Error)]
+pub enum Error {
+    /// Memory ran out.
+    #[error(transparent)]
+    Alloc(#[from] AllocError),
+    /// An operand has the wrong shape: the graph is wrong.
+    #[error("{verb}: {what} should be {expected}, found {found}")]
+    Shape {
+        /// The verb.
+        verb: &'static str,
+        /// Which property of which operand.
+        what: &'static str,
+        /// The value wanted.
+        expected: usize,
+        /// The value found.
+        found: usize,
+    },
+    /// The backend has no kernel for this.
+    #[error("{what} of {found} is not supported by this backend, which needs {needs}")]
+    Unsupported {
+        /// What was asked for.
+        what: &'static str,
+        /// Its value.
+        found: String,
+        /// What would do.
+        needs: &'static str,
+    },
+    /// A token id is outside the embedding table.
+    #[error("token {token} is outside the vocabulary of {vocab}")]
+    Token {
+        /// The id.
+        token: u32,
+        /// Rows of the table.
+        vocab: usize,
+    },
+}
+
+impl Error {
+    /// Checks one property of an operand.
+    ///
+    /// # Errors
+    /// [`Error::Shape`] when the two differ.
+    pub fn check(verb: &'static str, what: &'static str, expected: usize, found: usize) -> Result<(), Self> {
+        if expected == found { Ok(()) } else { Err(Self::Shape { verb, what, expected, found }) }
+    }
+}

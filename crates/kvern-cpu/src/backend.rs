@@ -1,0 +1,282 @@
+//! [`Cpu`]: the verbs of [`Backend`] as calls of kernels.
+
+use std::sync::{Mutex, PoisonError};
+
+use kvern_backend::{Activation, Attention, Backend, Columns, Error as BackendError, Slot};
+use kvern_base::AllocError;
+use kvern_state::{StateSpec, StepPlan};
+use kvern_weights::Tensor as Weight;
+
+use crate::matmul::{Product, Store};
+use crate::pack::{Body, Linear};
+use crate::pages::Pages;
+use crate::pool::Pool;
+use crate::quantize::{GROUP, Quantized};
+use crate::{KernelSet, Tensor, attention, elementwise, matmul};
+
+/// How a [`Cpu`] is made.
+#[derive(Debug, Clone, Default)]
+pub struct CpuOptions {
+    /// Threads; the number of cores when absent.
+    pub threads: Option<usize>,
+    /// `scalar`, `avx2` or `avx512`; the best of this CPU when absent.
+    pub isa: Option<String>,
+    /// Decode quantized weights to `f32` and keep activations in `f32`: slow, and as exact as `f32` gets.
+    pub exact: bool,
+}
+
+/// Why a [`Cpu`] could not be made.
+#[derive(Debug, thiserror::Error)]
+pub enum Error {
+    /// The asked instruction set is unknown or this CPU lacks it.
+    #[error("instruction set `{asked}` is not available here; this CPU has {available}")]
+    Isa {
+        /// What was asked for.
+        asked: String,
+        /// What there is.
+        available: String,
+    },
+    /// A worker thread could not be started.
+    #[error("cannot start {threads} threads: {source}")]
+    Threads {
+        /// How many were asked for.
+        threads: usize,
+        /// The system's reason.
+        source: std::io::Error,
+    },
+    /// Memory ran out.
+    #[error(transparent)]
+    Alloc(#[from] AllocError),
+}
+
+/// The CPU backend.
+pub struct Cpu {
+    set: KernelSet,
+    pool: Pool,
+    exact: bool,
+    quantized: Mutex<Quantized>,
+}
+
+impl Cpu {
+    /// Chooses the instruction set and starts the threads.
+    ///
+    /// # Errors
+    /// [`Error`] when the instruction set is not available or threads cannot be started.
+    pub fn new(options: &CpuOptions) -> Result<Self, Error> {
+        let available = KernelSet::available();
+        let set = match &options.isa {
+            None => available.last().copied(),
+            Some(asked) => available.iter().copied().find(|set| set.name() == asked),
+        };
+        let set = set.ok_or_else(|| Error::Isa {
+            asked: options.isa.clone().unwrap_or_default(),
+            available: available.iter().map(|set| set.name()).collect::<Vec<_>>().join(", "),
+        })?;
+        let cores = || std::thread::available_parallelism().map_or(1, usize::from);
+        let threads = options.threads.unwrap_or_else(cores).max(1);
+        let pool = Pool::new(threads).map_err(|source| Error::Threads { threads, source })?;
+        Ok(Self { set, pool, exact: options.exact, quantized: Mutex::new(Quantized::empty()?) })
+    }
+
+    /// The instruction set in use.
+    pub fn set(&self) -> KernelSet {
+        self.set
+    }
+
+    /// The threads.
+    pub fn pool(&self) -> &Pool {
+        &self.pool
+    }
+
+    fn products(&self, x: &Tensor, products: &[(&Linear, &mut Tensor)]) -> Result<(), BackendError> {
+        for (weight, out) in products {
+            BackendError::check("project", "width of the input", weight.inputs, x.width())?;
+            BackendError::check("project", "width of the output", weight.outputs, out.width())?;
+            BackendError::check("project", "rows of the output", x.rows(), out.rows())?;
+        }
+        Ok(())
+    }
+
+    fn run_products(&self, x: &Tensor, outs: &mut [(&Linear, &mut Tensor)], store: Store) -> Result<(), BackendError> {
+        self.products(x, outs)?;
+        let mut quantized = self.quantized.lock().unwrap_or_else(PoisonError::into_inner);
+        if outs.iter().any(|(weight, _)| matches!(weight.body, Body::Codes(_))) {
+            quantized.reserve(x.rows(), x.width())?;
+            quantized.fill(self.set, &self.pool, x);
+        }
+        let products: Vec<Product<'_>> = outs.iter_mut().map(|(weight, out)| Product::new(weight, out, store)).collect();
+        matmul::products(self.set, &self.pool, x, &quantized, &products);
+        Ok(())
+    }
+}
+
+impl Backend for Cpu {
+    type Tensor = Tensor;
+    type Linear = Linear;
+    type Vector = Vec<f32>;
+    type Pages = Pages;
+    type Step = StepPlan;
+
+    fn describe(&self) -> String {
+        let exact = if self.exact { ", exact f32" } else { "" };
+        format!("cpu ({}, {} threads{exact})", self.set.name(), self.pool.threads())
+    }
+
+    fn linear(&self, weight: Weight, bias: Option<Weight>) -> Result<Linear, BackendError> {
+        // Sums over quantized activations run in groups of 32; a format whose rows are no multiple of that is decoded.
+        let exact = self.exact || !weight.cols().is_multiple_of(GROUP);
+        Ok(Linear::pack(&self.pool, &weight, bias.as_ref(), exact)?)
+    }
+
+    fn linear_bytes(&self, linear: &Linear) -> usize {
+        linear.bytes()
+    }
+
+    fn vector(&self, values: &[f32]) -> Result<Vec<f32>, BackendError> {
+        Ok(values.to_vec())
+    }
+
+    fn tensor(&self, rows: usize, width: usize) -> Result<Tensor, BackendError> {
+        Ok(Tensor::new(rows, width)?)
+    }
+
+    fn resize(&self, tensor: &mut Tensor, rows: usize) -> Result<(), BackendError> {
+        let capacity = tensor.capacity();
+        if tensor.resize(rows) {
+            return Ok(());
+        }
+        Err(BackendError::Shape { verb: "resize", what: "rows", expected: capacity, found: rows })
+    }
+
+    fn pages(&self, spec: &StateSpec) -> Result<Pages, BackendError> {
+        Pages::new(spec)
+    }
+
+    fn begin(&self, plan: StepPlan, pages: &mut Pages) -> Result<StepPlan, BackendError> {
+        pages.begin(&plan)?;
+        Ok(plan)
+    }
+
+    fn plan<'a>(&self, step: &'a StepPlan) -> &'a StepPlan {
+        step
+    }
+
+    fn embed(&self, step: &StepPlan, table: &Linear, out: &mut Tensor) -> Result<(), BackendError> {
+        BackendError::check("embed", "rows of the output", step.tokens.len(), out.rows())?;
+        BackendError::check("embed", "width of the output", table.inputs, out.width())?;
+        if let Some(&token) = step.tokens.iter().find(|&&token| token as usize >= table.outputs) {
+            return Err(BackendError::Token { token, vocab: table.outputs });
+        }
+        elementwise::rows(&self.pool, out, |row, out| table.row(step.tokens[row] as usize, out));
+        Ok(())
+    }
+
+    fn rms_norm(&self, x: &Tensor, weight: &Vec<f32>, eps: f32, out: &mut Tensor) -> Result<(), BackendError> {
+        BackendError::check("rms_norm", "width of the output", x.width(), out.width())?;
+        BackendError::check("rms_norm", "rows of the output", x.rows(), out.rows())?;
+        BackendError::check("rms_norm", "remainder of the width", 0, x.width() % weight.len())?;
+        elementwise::rms_norm(self.set, &self.pool, Some(x), weight, eps, out);
+        Ok(())
+    }
+
+    fn rms_norm_in_place(&self, x: &mut Tensor, weight: &Vec<f32>, eps: f32) -> Result<(), BackendError> {
+        BackendError::check("rms_norm", "remainder of the width", 0, x.width() % weight.len())?;
+        elementwise::rms_norm(self.set, &self.pool, None, weight, eps, x);
+        Ok(())
+    }
+
+    fn project(&self, x: &Tensor, outs: &mut [(&Linear, &mut Tensor)]) -> Result<(), BackendError> {
+        self.run_products(x, outs, Store::Set)
+    }
+
+    fn project_add(&self, x: &Tensor, weight: &Linear, acc: &mut Tensor) -> Result<(), BackendError> {
+        self.run_products(x, &mut [(weight, acc)], Store::Add)
+    }
+
+    fn rope_angles(
+        &self,
+        step: &StepPlan,
+        frequencies: &Vec<f32>,
+        scale: f32,
+        out: &mut Tensor,
+    ) -> Result<(), BackendError> {
+        BackendError::check("rope_angles", "rows of the output", step.positions.len(), out.rows())?;
+        BackendError::check("rope_angles", "width of the output", 2 * frequencies.len(), out.width())?;
+        elementwise::rows(&self.pool, out, |row, out| {
+            let (cos, sin) = out.split_at_mut(frequencies.len());
+            for (i, &frequency) in frequencies.iter().enumerate() {
+                let angle = f64::from(step.positions[row] as f32 * frequency);
+                let (s, c) = angle.sin_cos();
+                cos[i] = (c * f64::from(scale)) as f32;
+                sin[i] = (s * f64::from(scale)) as f32;
+            }
+        });
+        Ok(())
+    }
+
+    fn rope(&self, x: &mut Tensor, angles: &Tensor, head_dim: usize) -> Result<(), BackendError> {
+        BackendError::check("rope", "rows of the angles", x.rows(), angles.rows())?;
+        BackendError::check("rope", "remainder of the width", 0, x.width() % head_dim)?;
+        elementwise::rope(self.set, &self.pool, x, angles, head_dim);
+        Ok(())
+    }
+
+    fn append(
+        &self,
+        step: &StepPlan,
+        pages: &mut Pages,
+        slot: Slot,
+        k: &Tensor,
+        v: &Tensor,
+    ) -> Result<(), BackendError> {
+        let layout = pages.layout(slot.group);
+        BackendError::check("append", "width of the keys", layout.heads * layout.k_dim, k.width())?;
+        BackendError::check("append", "width of the values", layout.heads * layout.v_dim, v.width())?;
+        BackendError::check("append", "rows of the keys", step.tokens.len(), k.rows())?;
+        BackendError::check("append", "rows of the values", step.tokens.len(), v.rows())?;
+        pages.append(self.set, &self.pool, step, slot, k, v);
+        Ok(())
+    }
+
+    fn attend(
+        &self,
+        step: &StepPlan,
+        pages: &Pages,
+        attention: Attention,
+        q: &Tensor,
+        out: &mut Tensor,
+    ) -> Result<(), BackendError> {
+        let layout = pages.layout(attention.slot.group);
+        BackendError::check("attend", "remainder of the heads", 0, attention.heads % layout.heads)?;
+        BackendError::check("attend", "width of the queries", attention.heads * layout.k_dim, q.width())?;
+        BackendError::check("attend", "width of the output", attention.heads * layout.v_dim, out.width())?;
+        BackendError::check("attend", "rows of the queries", step.tokens.len(), q.rows())?;
+        BackendError::check("attend", "rows of the output", step.tokens.len(), out.rows())?;
+        attention::attend(self.set, &self.pool, step, pages, attention, q, out);
+        Ok(())
+    }
+
+    fn gate(&self, activation: Activation, gate: &mut Tensor, up: &Tensor) -> Result<(), BackendError> {
+        BackendError::check("gate", "width of the factor", gate.width(), up.width())?;
+        BackendError::check("gate", "rows of the factor", gate.rows(), up.rows())?;
+        match activation {
+            Activation::Silu => elementwise::silu_gate(self.set, &self.pool, gate, up),
+        }
+        Ok(())
+    }
+
+    fn outputs(&self, step: &StepPlan, x: &Tensor, out: &mut Tensor) -> Result<(), BackendError> {
+        BackendError::check("outputs", "rows of the output", step.outputs.len(), out.rows())?;
+        BackendError::check("outputs", "width of the output", x.width(), out.width())?;
+        elementwise::rows(&self.pool, out, |row, out| out.copy_from_slice(x.row(step.outputs[row] as usize)));
+        Ok(())
+    }
+
+    fn download(&self, tensor: &Tensor) -> Result<Vec<f32>, BackendError> {
+        Ok(tensor.values().to_vec())
+    }
+
+    fn export(&self, pages: &Pages, slot: Slot, table: &[u32], len: usize) -> Result<Columns, BackendError> {
+        Ok(pages.export(slot, table, len))
+    }
+}

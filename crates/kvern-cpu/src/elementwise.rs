@@ -1,0 +1,133 @@
+//! Row-by-row verbs: normalization, rotation, gating.
+
+use crate::isa::{Isa, Kernel, LANES};
+use crate::pool::{Disjoint, Pool};
+use crate::{KernelSet, Tensor};
+
+/// Values below which a second thread costs more than it saves.
+const PARALLEL: usize = 1 << 14;
+
+/// Runs `run(row, values of the row)` for every row of `out`.
+pub fn rows(pool: &Pool, out: &mut Tensor, run: impl Fn(usize, &mut [f32]) + Sync) {
+    let (rows, width) = (out.rows(), out.width());
+    let grain = if rows * width < PARALLEL { rows } else { rows.div_ceil(pool.threads() * 4) };
+    let parts = Disjoint::new(out.values_mut());
+    pool.run(rows, grain, |range| {
+        for row in range {
+            // SAFETY: rows are disjoint.
+            run(row, unsafe { parts.part(row * width..(row + 1) * width) });
+        }
+    });
+}
+
+/// `out = x / sqrt(mean(x²) + eps) * weight` over runs of `weight.len()`; in place when `x` is none.
+pub fn rms_norm(set: KernelSet, pool: &Pool, x: Option<&Tensor>, weight: &[f32], eps: f32, out: &mut Tensor) {
+    rows(pool, out, |row, out| {
+        if let Some(x) = x {
+            out.copy_from_slice(x.row(row));
+        }
+        set.run(Normalize { out, weight, eps });
+    });
+}
+
+struct Normalize<'a> {
+    out: &'a mut [f32],
+    weight: &'a [f32],
+    eps: f32,
+}
+
+impl Kernel for Normalize<'_> {
+    #[inline(always)]
+    fn run<S: Isa>(self, isa: S) {
+        for run in self.out.chunks_exact_mut(self.weight.len()) {
+            let (chunks, rest) = run.as_chunks::<LANES>();
+            let mut squares = isa.splat(0.0);
+            for chunk in chunks {
+                let x = isa.load(chunk);
+                squares = isa.fma(x, x, squares);
+            }
+            let sum = isa.sum(squares) + rest.iter().map(|x| x * x).sum::<f32>();
+            let factor = 1.0 / (sum / self.weight.len() as f32 + self.eps).sqrt();
+            let (chunks, rest) = run.as_chunks_mut::<LANES>();
+            let (weights, rest_weights) = self.weight.as_chunks::<LANES>();
+            let splat = isa.splat(factor);
+            for (chunk, weight) in chunks.iter_mut().zip(weights) {
+                isa.store(isa.mul(isa.mul(isa.load(chunk), splat), isa.load(weight)), chunk);
+            }
+            for (x, weight) in rest.iter_mut().zip(rest_weights) {
+                *x = *x * factor * weight;
+            }
+        }
+    }
+}
+
+/// Rotates pairs `(i, i + n)` of every run of `head_dim` values by the row's `n` angles.
+pub fn rope(set: KernelSet, pool: &Pool, x: &mut Tensor, angles: &Tensor, head_dim: usize) {
+    rows(pool, x, |row, out| set.run(Rotate { out, angles: angles.row(row), head_dim }));
+}
+
+struct Rotate<'a> {
+    out: &'a mut [f32],
+    angles: &'a [f32],
+    head_dim: usize,
+}
+
+impl Kernel for Rotate<'_> {
+    #[inline(always)]
+    fn run<S: Isa>(self, isa: S) {
+        let pairs = self.angles.len() / 2;
+        let (cos, sin) = self.angles.split_at(pairs);
+        let ((cos, cos_rest), (sin, sin_rest)) = (cos.as_chunks::<LANES>(), sin.as_chunks::<LANES>());
+        let minus = isa.splat(-1.0);
+        for head in self.out.chunks_exact_mut(self.head_dim) {
+            let (low, high) = head[..2 * pairs].split_at_mut(pairs);
+            let ((low, low_rest), (high, high_rest)) = (low.as_chunks_mut::<LANES>(), high.as_chunks_mut::<LANES>());
+            for i in 0..cos.len() {
+                let (a, b, c, s) = (isa.load(&low[i]), isa.load(&high[i]), isa.load(&cos[i]), isa.load(&sin[i]));
+                isa.store(isa.fma(a, c, isa.mul(isa.mul(b, s), minus)), &mut low[i]);
+                isa.store(isa.fma(b, c, isa.mul(a, s)), &mut high[i]);
+            }
+            for i in 0..cos_rest.len() {
+                let (a, b) = (low_rest[i], high_rest[i]);
+                low_rest[i] = a * cos_rest[i] - b * sin_rest[i];
+                high_rest[i] = b * cos_rest[i] + a * sin_rest[i];
+            }
+        }
+    }
+}
+
+/// `gate = silu(gate) * up`.
+pub fn silu_gate(set: KernelSet, pool: &Pool, gate: &mut Tensor, up: &Tensor) {
+    rows(pool, gate, |row, gate| set.run(Silu { gate, up: up.row(row) }));
+}
+
+struct Silu<'a> {
+    gate: &'a mut [f32],
+    up: &'a [f32],
+}
+
+impl Silu<'_> {
+    #[inline(always)]
+    fn lanes<S: Isa>(isa: S, gate: &[f32; LANES], up: &[f32; LANES]) -> S::F {
+        let x = isa.load(gate);
+        let denominator = isa.add(isa.splat(1.0), isa.exp(isa.mul(x, isa.splat(-1.0))));
+        isa.mul(isa.div(x, denominator), isa.load(up))
+    }
+}
+
+impl Kernel for Silu<'_> {
+    #[inline(always)]
+    fn run<S: Isa>(self, isa: S) {
+        let (gates, rest) = self.gate.as_chunks_mut::<LANES>();
+        let (ups, rest_ups) = self.up.as_chunks::<LANES>();
+        for (gate, up) in gates.iter_mut().zip(ups) {
+            isa.store(Self::lanes(isa, gate, up), gate);
+        }
+        let (mut gate, mut up) = ([0.0; LANES], [0.0; LANES]);
+        gate[..rest.len()].copy_from_slice(rest);
+        up[..rest.len()].copy_from_slice(rest_ups);
+        let mut out = [0.0; LANES];
+        isa.store(Self::lanes(isa, &gate, &up), &mut out);
+        rest.copy_from_slice(&out[..rest.len()]);
+    }
+}

@@ -1,0 +1,318 @@
+//! Matrix products of activations with packed weights.
+//!
+//! A tile is `R` rows × `P` panels of 16 outputs, with every accumulator in a register. Inputs are walked in ascending order, so an
+//! output's rounding is the same in a tile of one row and of six:
+//! - raw weights: one fused multiply-add per input;
+//! - codes: integer dot products are exact within a group; each group then adds `scale_w * scale_x * dot`, and `bias_w * Σx`.
+//!
+//! Threads split panels, never a sum.
+
+use kvern_base::{Raw, bf16, f16};
+
+use crate::isa::{Isa, Kernel, LANES, Lane};
+use crate::pack::{Body, Codes, Linear, UNIT};
+use crate::pool::{Disjoint, Pool};
+use crate::quantize::{Quantized, Row};
+use crate::{KernelSet, Tensor};
+
+/// What to do with a product.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Store {
+    /// `out = product`.
+    Set,
+    /// `out += product`.
+    Add,
+}
+
+/// One product of a region.
+pub struct Product<'a> {
+    weight: &'a Linear,
+    store: Store,
+    out: Disjoint<'a, f32>,
+    /// Panels walked side by side.
+    panels: usize,
+}
+
+impl<'a> Product<'a> {
+    /// `out` (or `out +=`) the product with `weight`, for all rows of `out`.
+    pub fn new(weight: &'a Linear, out: &'a mut Tensor, store: Store) -> Self {
+        // With few rows the weights are what is read: more panels at once keep more of them in flight.
+        let panels = if out.rows() < 4 { 4 } else { 2 };
+        Self { weight, store, out: Disjoint::new(out.values_mut()), panels }
+    }
+
+    fn blocks(&self) -> usize {
+        self.weight.panels().div_ceil(self.panels)
+    }
+}
+
+/// Computes products of one input in one parallel region; `quantized` holds `x` if any weight has codes.
+pub fn products(set: KernelSet, pool: &Pool, x: &Tensor, quantized: &Quantized, products: &[Product<'_>]) {
+    let blocks: usize = products.iter().map(Product::blocks).sum();
+    let grain = blocks.div_ceil(pool.threads() * 6);
+    pool.run(blocks, grain, |range| {
+        let mut first = 0;
+        for product in products {
+            let (start, end) = (range.start.max(first), range.end.min(first + product.blocks()));
+            for block in start..end.max(start) {
+                set.run(Block { product, x, quantized, panel: (block - first) * product.panels });
+            }
+            first += product.blocks();
+        }
+    });
+}
+
+/// Up to `product.panels` panels × all rows.
+struct Block<'a> {
+    product: &'a Product<'a>,
+    x: &'a Tensor,
+    quantized: &'a Quantized,
+    panel: usize,
+}
+
+impl Kernel for Block<'_> {
+    #[inline(always)]
+    fn run<S: Isa>(self, isa: S) {
+        let weight = self.product.weight;
+        match &weight.body {
+            Body::Raw(Raw::F32, data) => self.rows(isa, &RawPanels { data: data.as_ref::<f32>(), x: self.x }),
+            Body::Raw(Raw::F16, data) => self.rows(isa, &RawPanels { data: data.as_ref::<f16>(), x: self.x }),
+            Body::Raw(Raw::Bf16, data) => self.rows(isa, &RawPanels { data: data.as_ref::<bf16>(), x: self.x }),
+            Body::Codes(codes) => {
+                let x = self.quantized;
+                match (codes.affine.bits, codes.affine.group) {
+                    (2, _) => self.rows(isa, &CodePanels::<2, 8> { codes, x }),
+                    (3, _) => self.rows(isa, &CodePanels::<3, 8> { codes, x }),
+                    (4, _) => self.rows(isa, &CodePanels::<4, 8> { codes, x }),
+                    (5, _) => self.rows(isa, &CodePanels::<5, 8> { codes, x }),
+                    (6, 16) => self.rows(isa, &CodePanels::<6, 4> { codes, x }),
+                    (6, _) => self.rows(isa, &CodePanels::<6, 8> { codes, x }),
+                    _ => self.rows(isa, &CodePanels::<8, 8> { codes, x }),
+                }
+            }
+        }
+    }
+}
+
+/// A tile's inner loop over one kind of panel.
+trait Panels {
+    fn tile<S: Isa, const R: usize, const P: usize>(
+        &self,
+        isa: S,
+        inputs: usize,
+        row: usize,
+        panel: usize,
+    ) -> [[S::F; P]; R];
+}
+
+impl Block<'_> {
+    #[inline(always)]
+    fn rows<S: Isa>(&self, isa: S, panels: &impl Panels) {
+        let left = self.product.weight.panels() - self.panel;
+        if self.product.panels == 4 && left >= 4 {
+            for row in 0..self.x.rows() {
+                self.tile::<S, 1, 4>(isa, panels, self.panel, row);
+            }
+            return;
+        }
+        let mut panel = self.panel;
+        let end = panel + left.min(self.product.panels);
+        while panel < end {
+            let wide = end - panel >= 2;
+            let mut row = 0;
+            // A macro, not a closure: a closure would be compiled without the instruction set.
+            macro_rules! tiles {
+                ($r:literal, $p:literal) => {
+                    while self.x.rows() - row >= $r {
+                        self.tile::<S, $r, $p>(isa, panels, panel, row);
+                        row += $r;
+                    }
+                };
+            }
+            if wide {
+                if S::WIDE {
+                    tiles!(6, 2);
+                }
+                tiles!(2, 2);
+                tiles!(1, 2);
+            } else {
+                tiles!(2, 1);
+                tiles!(1, 1);
+            }
+            panel += if wide { 2 } else { 1 };
+        }
+    }
+
+    /// One tile: computed and stored.
+    #[inline(always)]
+    fn tile<S: Isa, const R: usize, const P: usize>(&self, isa: S, panels: &impl Panels, panel: usize, row: usize) {
+        let weight = self.product.weight;
+        let tile = panels.tile::<S, R, P>(isa, weight.inputs, row, panel);
+        for (r, lanes) in tile.iter().enumerate() {
+            for (p, &value) in lanes.iter().enumerate() {
+                let output = (panel + p) * LANES;
+                let value = match &weight.bias {
+                    Some(bias) => isa.add(value, isa.load(&bias.as_chunks().0[panel + p])),
+                    None => value,
+                };
+                let start = (row + r) * weight.outputs + output;
+                let end = start + LANES.min(weight.outputs - output);
+                // SAFETY: blocks of a region are disjoint in panels, and tiles of a block in rows.
+                let out = unsafe { self.product.out.part(start..end) };
+                self.write(isa, value, out);
+            }
+        }
+    }
+
+    #[inline(always)]
+    fn write<S: Isa>(&self, isa: S, value: S::F, out: &mut [f32]) {
+        if let Some(out) = out.first_chunk_mut::<LANES>() {
+            let value = if self.product.store == Store::Add { isa.add(isa.load(out), value) } else { value };
+            isa.store(value, out);
+        } else {
+            let mut lanes = [0.0; LANES];
+            isa.store(value, &mut lanes);
+            for (out, lane) in out.iter_mut().zip(lanes) {
+                *out = if self.product.store == Store::Add { *out + lane } else { lane };
+            }
+        }
+    }
+}
+
+struct RawPanels<'a, E> {
+    data: &'a [E],
+    x: &'a Tensor,
+}
+
+impl<E: Lane> Panels for RawPanels<'_, E> {
+    #[inline(always)]
+    fn tile<S: Isa, const R: usize, const P: usize>(
+        &self,
+        isa: S,
+        inputs: usize,
+        row: usize,
+        panel: usize,
+    ) -> [[S::F; P]; R] {
+        const CHUNK: usize = 8;
+        let weights: [&[[E; LANES]]; P] =
+            std::array::from_fn(|p| &self.data.as_chunks().0[(panel + p) * inputs..][..inputs]);
+        let x: [&[f32]; R] = std::array::from_fn(|r| self.x.row(row + r));
+        let mut acc = [[isa.splat(0.0); P]; R];
+        let whole = inputs / CHUNK;
+        for chunk in 0..whole {
+            let w: [&[[E; LANES]; CHUNK]; P] = std::array::from_fn(|p| &weights[p].as_chunks().0[chunk]);
+            let x: [&[f32; CHUNK]; R] = std::array::from_fn(|r| &x[r].as_chunks().0[chunk]);
+            for k in 0..CHUNK {
+                for p in 0..P {
+                    let w = E::load(isa, &w[p][k]);
+                    for r in 0..R {
+                        acc[r][p] = isa.fma(w, isa.splat(x[r][k]), acc[r][p]);
+                    }
+                }
+            }
+        }
+        for k in whole * CHUNK..inputs {
+            for p in 0..P {
+                let w = E::load(isa, &weights[p][k]);
+                for r in 0..R {
+                    acc[r][p] = isa.fma(w, isa.splat(x[r][k]), acc[r][p]);
+                }
+            }
+        }
+        acc
+    }
+}
+
+/// Panels of `BITS`-bit codes; a sum is exact over `STEPS` steps of 4 inputs, the smaller of the weights' and the activations' group.
+struct CodePanels<'a, const BITS: u32, const STEPS: usize> {
+    codes: &'a Codes,
+    x: &'a Quantized,
+}
+
+impl<const BITS: u32, const STEPS: usize> CodePanels<'_, BITS, STEPS> {
+    /// The two steps of a unit.
+    #[inline(always)]
+    fn unit<S: Isa>(isa: S, unit: &[u8]) -> [S::B; 2] {
+        let bytes = |at: usize| match unit[at..].first_chunk() {
+            Some(bytes) => isa.bytes(bytes),
+            None => isa.no_bytes(),
+        };
+        let (mut steps, masks, first) = match BITS {
+            8 => return [bytes(0), bytes(64)],
+            4.. => {
+                let both = bytes(0);
+                ([isa.low(both), isa.high(both)], &unit[64..], 4)
+            }
+            _ => ([isa.no_bytes(); 2], unit, 0),
+        };
+        let masks = masks.as_chunks::<8>().0;
+        for bit in first..BITS {
+            for (step, codes) in steps.iter_mut().enumerate() {
+                let mask = u64::from_le_bytes(masks[2 * (bit - first) as usize + step]);
+                *codes = isa.with_bit(*codes, mask, 1 << bit);
+            }
+        }
+        steps
+    }
+}
+
+impl<const BITS: u32, const STEPS: usize> Panels for CodePanels<'_, BITS, STEPS> {
+    #[inline(always)]
+    fn tile<S: Isa, const R: usize, const P: usize>(
+        &self,
+        isa: S,
+        inputs: usize,
+        row: usize,
+        panel: usize,
+    ) -> [[S::F; P]; R] {
+        let unit = BITS as usize * LANES;
+        let sum = STEPS * 4;
+        let affine = self.codes.affine;
+        let x: [Row<'_>; R] = std::array::from_fn(|r| self.x.row(row + r));
+        let x_codes: [&[[[i8; 4]; STEPS]]; R] =
+            std::array::from_fn(|r| x[r].codes.as_chunks::<4>().0.as_chunks::<STEPS>().0);
+        let panel_bytes = inputs / UNIT * unit;
+        let units: [&[u8]; P] =
+            std::array::from_fn(|p| &self.codes.codes.bytes()[(panel + p) * panel_bytes..][..panel_bytes]);
+        let groups = inputs / affine.group;
+        let mut acc = [[isa.splat(0.0); P]; R];
+        for g in 0..inputs / sum {
+            let codes: [&[[i8; 4]; STEPS]; R] = std::array::from_fn(|r| &x_codes[r][g]);
+            // The zero point's part of the exact sum.
+            let start: [S::I; R] = std::array::from_fn(|r| {
+                let sums = x[r].sums;
+                let sum = if STEPS == 4 { sums[g] } else { sums[2 * g] + sums[2 * g + 1] };
+                isa.splat_i(-affine.zero * sum)
+            });
+            let mut dots: [[S::I; P]; R] = std::array::from_fn(|r| [start[r]; P]);
+            let units: [&[u8]; P] = std::array::from_fn(|p| &units[p][g * (STEPS / 2) * unit..][..STEPS / 2 * unit]);
+            for u in 0..STEPS / 2 {
+                for p in 0..P {
+                    let [first, second] = Self::unit(isa, &units[p][u * unit..][..unit]);
+                    for r in 0..R {
+                        dots[r][p] = isa.dot::<BITS>(dots[r][p], first, codes[r][2 * u]);
+                    }
+                    for r in 0..R {
+                        dots[r][p] = isa.dot::<BITS>(dots[r][p], second, codes[r][2 * u + 1]);
+                    }
+                }
+            }
+            let x_group = g * sum / crate::quantize::GROUP;
+            for p in 0..P {
+                let index = (panel + p) * groups + g * sum / affine.group;
+                let scale = self.codes.scales.lanes(isa, index);
+                for r in 0..R {
+                    let scale = isa.mul(scale, isa.splat(x[r].scales[x_group]));
+                    acc[r][p] = isa.fma(isa.to_f32(dots[r][p]), scale, acc[r][p]);
+                }
+                if let Some(biases) = &self.codes.biases {
+                    let bias = biases.lanes(isa, index);
+                    for r in 0..R {
+                        acc[r][p] = isa.fma(bias, isa.splat(x[r].weighted[x_group]), acc[r][p]);
+                    }
+                }
+            }
+        }
+        acc
+    }
+}

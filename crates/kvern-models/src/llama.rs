@@ -1,0 +1,363 @@
+//! The Llama family: `llama` (SmolLM2 and MiniCPM5 among them), `mistral`, `qwen2`, `qwen3`.
+//!
+//! ```text
+//! x = embed(tokens)
+//! each layer:  x += O · attend(rope(q), rope(k), v)      with q, k, v = Q, K, V · rms(x)
+//!              x += Down · (silu(Gate · h) * (Up · h))   with h = rms(x)
+//! logits = Head · rms(x)
+//! ```
+//!
+//! `qwen2` adds biases to Q, K and V; `qwen3` normalizes each head of q and k before the rotation. A `mistral` with a sliding window is
+//! loaded with a context no longer than the window, where it equals full attention.
+//!
+//! In GGUF files of the architecture `llama` the rows of Q and K are stored in the order of interleaved rotation; they are read back
+//! into half-split order. Where sources disagree, Hugging Face transformers decides.
+
+use kvern_backend::{Activation, Attention, Backend, Slot};
+use kvern_base::Raw;
+use kvern_state::{Codec, GroupSpec, StateSpec};
+use kvern_weights::gguf::Metadata;
+use kvern_weights::{Checkpoint, Encoding, Source};
+use serde_json::Value;
+
+use crate::config::{Fields, model_type};
+use crate::loader::Loader;
+use crate::rope::{Rope, Scaling};
+use crate::{Error, Info, LoadOptions, Model};
+
+/// The shapes and switches of one model of the family.
+#[derive(Debug, Clone)]
+struct Config {
+    hidden: usize,
+    layers: usize,
+    intermediate: usize,
+    heads: usize,
+    kv_heads: usize,
+    head_dim: usize,
+    vocab: usize,
+    context: usize,
+    eps: f32,
+    rope: Rope,
+    qkv_bias: bool,
+    output_bias: bool,
+    mlp_bias: bool,
+    qk_norm: bool,
+    /// Whether the embedding is also the head; decided by the presence of a head when absent.
+    tied: Option<bool>,
+    /// Whether the rows of Q and K are in interleaved order.
+    interleaved: bool,
+}
+
+impl Config {
+    fn from_json(name: &str, config: &Value) -> Result<Self, Error> {
+        let fields = Fields::new(config, "");
+        let heads = fields.needed("num_attention_heads")?;
+        let hidden = fields.needed("hidden_size")?;
+        let head_dim = fields.count("head_dim")?.unwrap_or(hidden / heads);
+        let positions = fields.count("max_position_embeddings")?.unwrap_or(2048);
+        let windowed = name == "mistral" || fields.flag("use_sliding_window")?.unwrap_or(false);
+        let window = if windowed { fields.count("sliding_window")? } else { None };
+        let bias = fields.flag("attention_bias")?.unwrap_or(false);
+        Ok(Self {
+            hidden,
+            layers: fields.needed("num_hidden_layers")?,
+            intermediate: fields.needed("intermediate_size")?,
+            heads,
+            kv_heads: fields.count("num_key_value_heads")?.unwrap_or(heads),
+            head_dim,
+            vocab: fields.needed("vocab_size")?,
+            context: window.map_or(positions, |window| window.min(positions)),
+            eps: fields.float("rms_norm_eps")?.unwrap_or(1e-6) as f32,
+            rope: Rope::from_config(fields, head_dim, positions)?,
+            qkv_bias: bias || name == "qwen2",
+            output_bias: bias && name != "qwen2",
+            mlp_bias: fields.flag("mlp_bias")?.unwrap_or(false),
+            qk_norm: name == "qwen3",
+            tied: fields.flag("tie_word_embeddings")?,
+            interleaved: false,
+        })
+    }
+
+    fn from_gguf(name: &str, metadata: &Metadata, checkpoint: &Checkpoint) -> Result<Self, Error> {
+        // GGUF metadata says the same under other names; it becomes the JSON that the graph's own configuration would be.
+        let int = |key: &str| metadata.int(&format!("{name}.{key}"));
+        let float = |key: &str| metadata.float(&format!("{name}.{key}"));
+        let vocab = match int("vocab_size")? {
+            Some(vocab) => Some(vocab),
+            None => metadata.strs("tokenizer.ggml.tokens")?.map(|tokens| tokens.len() as i64),
+        };
+        // llama.cpp multiplies its attention factor with the one that follows from the stretch.
+        let stretch = 1.0 + 0.1 * float("rope.scaling.factor")?.unwrap_or(1.0).max(1.0).ln();
+        let attention_factor = float("rope.scaling.attn_factor")?.map(|factor| factor * stretch);
+        let config = serde_json::json!({
+            "hidden_size": int("embedding_length")?,
+            "num_hidden_layers": int("block_count")?,
+            "intermediate_size": int("feed_forward_length")?,
+            "num_attention_heads": int("attention.head_count")?,
+            "num_key_value_heads": int("attention.head_count_kv")?,
+            "head_dim": int("attention.key_length")?,
+            "vocab_size": vocab,
+            "max_position_embeddings": int("context_length")?,
+            "rms_norm_eps": float("attention.layer_norm_rms_epsilon")?,
+            "rope_theta": float("rope.freq_base")?,
+            "rope_scaling": match metadata.str(&format!("{name}.rope.scaling.type"))? {
+                None | Some("none") => Value::Null,
+                Some(kind) => serde_json::json!({
+                    "rope_type": kind,
+                    "factor": float("rope.scaling.factor")?,
+                    "original_max_position_embeddings": int("rope.scaling.original_context_length")?,
+                    "attention_factor": attention_factor,
+                    "beta_fast": float("rope.scaling.yarn_beta_fast")?,
+                    "beta_slow": float("rope.scaling.yarn_beta_slow")?,
+                }),
+            },
+        });
+        let mut config = Self::from_json(name, &config)?;
+        if let Some(dims) = int("rope.dimension_count")? {
+            config.rope.dims = usize::try_from(dims).unwrap_or(0);
+            config.rope = config.rope.checked(config.head_dim)?;
+        }
+        let has_bias = |part: &str| checkpoint.has(&format!("blk.0.{part}.bias"));
+        config.qkv_bias = has_bias("attn_q");
+        config.output_bias = has_bias("attn_output");
+        config.mlp_bias = has_bias("ffn_down");
+        config.interleaved = name == "llama";
+        Ok(config)
+    }
+
+    fn check(&self) -> Result<(), Error> {
+        if !self.heads.is_multiple_of(self.kv_heads) {
+            let found = format!("{} heads for {} key/value heads", self.heads, self.kv_heads);
+            return Err(Error::Config { field: "num_attention_heads".into(), expected: "a multiple of num_key_value_heads", found });
+        }
+        Ok(())
+    }
+
+    /// File row of each row of a Q or K weight with `heads` heads, if the file's rows are interleaved.
+    fn order(&self, heads: usize) -> Option<Vec<u32>> {
+        let half = self.rope.dims / 2;
+        let row = |head: usize, i: usize| {
+            let within = if i < half { 2 * i } else if i < 2 * half { 2 * (i - half) + 1 } else { i };
+            (head * self.head_dim + within) as u32
+        };
+        self.interleaved.then(|| (0..heads).flat_map(|head| (0..self.head_dim).map(move |i| row(head, i))).collect())
+    }
+}
+
+/// The graph's name of a tensor of a GGUF file.
+fn name_from_gguf(name: &str) -> String {
+    let rest = match name.strip_prefix("blk.").and_then(|rest| rest.split_once('.')) {
+        Some((layer, part)) => return format!("model.layers.{layer}.{}", part_from_gguf(part)),
+        None => name,
+    };
+    match rest {
+        "token_embd.weight" => "model.embed_tokens.weight".into(),
+        "output_norm.weight" => "model.norm.weight".into(),
+        "output.weight" => "lm_head.weight".into(),
+        other => other.into(),
+    }
+}
+
+fn part_from_gguf(part: &str) -> String {
+    let (base, kind) = part.rsplit_once('.').unwrap_or((part, ""));
+    let base = match base {
+        "attn_norm" => "input_layernorm",
+        "ffn_norm" => "post_attention_layernorm",
+        "attn_q" => "self_attn.q_proj",
+        "attn_k" => "self_attn.k_proj",
+        "attn_v" => "self_attn.v_proj",
+        "attn_output" => "self_attn.o_proj",
+        "attn_q_norm" => "self_attn.q_norm",
+        "attn_k_norm" => "self_attn.k_norm",
+        "ffn_gate" => "mlp.gate_proj",
+        "ffn_up" => "mlp.up_proj",
+        "ffn_down" => "mlp.down_proj",
+        other => other,
+    };
+    format!("{base}.{kind}")
+}
+
+struct Layer<B: Backend> {
+    input_norm: B::Vector,
+    q: B::Linear,
+    k: B::Linear,
+    v: B::Linear,
+    o: B::Linear,
+    /// Norms of each head of q and k.
+    qk_norm: Option<(B::Vector, B::Vector)>,
+    post_norm: B::Vector,
+    gate: B::Linear,
+    up: B::Linear,
+    down: B::Linear,
+}
+
+/// Activations of a step: `[tokens, …]`, the last two `[outputs, …]`.
+struct Workspace<B: Backend> {
+    x: B::Tensor,
+    h: B::Tensor,
+    q: B::Tensor,
+    k: B::Tensor,
+    v: B::Tensor,
+    attended: B::Tensor,
+    gate: B::Tensor,
+    up: B::Tensor,
+    angles: B::Tensor,
+    last: B::Tensor,
+    last_norm: B::Tensor,
+    logits: B::Tensor,
+}
+
+struct Llama<B: Backend> {
+    config: Config,
+    info: Info,
+    embed: B::Linear,
+    head: Option<B::Linear>,
+    norm: B::Vector,
+    layers: Vec<Layer<B>>,
+    frequencies: B::Vector,
+    workspace: Workspace<B>,
+}
+
+/// Loads a model of the family.
+pub(crate) fn load<B: Backend>(
+    backend: &B,
+    mut checkpoint: Checkpoint,
+    options: &LoadOptions<'_>,
+) -> Result<Box<dyn Model<B>>, Error> {
+    let architecture = model_type(checkpoint.source())?;
+    let mut config = match checkpoint.source() {
+        Source::Directory { config, .. } => Config::from_json(&architecture, config)?,
+        Source::Gguf(metadata) => Config::from_gguf(&architecture, metadata, &checkpoint)?,
+    };
+    config.check()?;
+    if matches!(checkpoint.source(), Source::Gguf(_)) {
+        checkpoint.rename(name_from_gguf)?;
+    }
+    let mut loader = Loader::new(backend, checkpoint, options);
+    if loader.checkpoint.has("rope_freqs.weight") {
+        let divisors = loader.take("rope_freqs.weight", &[config.rope.dims / 2])?.to_vec();
+        config.rope.scaling = Scaling::Divisors(divisors);
+    }
+    let (hidden, q_width, kv_width) = (config.hidden, config.heads * config.head_dim, config.kv_heads * config.head_dim);
+    let embed = loader.take("model.embed_tokens.weight", &[config.vocab, hidden])?;
+    let stored = match embed.encoding() {
+        Encoding::Raw(Raw::F32) => Codec::F32,
+        Encoding::Raw(Raw::Bf16) => Codec::Bf16,
+        _ => Codec::F16,
+    };
+    let (k, v) = options.kv.unwrap_or((stored, stored));
+    let embed = backend.linear(embed, None)?;
+    let tied = config.tied.unwrap_or(!loader.checkpoint.has("lm_head.weight"));
+    let head = if tied { None } else { Some(loader.linear("lm_head", [config.vocab, hidden], false, None)?) };
+    if tied {
+        for part in ["weight", "scales", "biases"] {
+            loader.checkpoint.ignore(&format!("lm_head.{part}"));
+        }
+    }
+    let norm = loader.vector("model.norm.weight", hidden)?;
+    let mut layers = Vec::with_capacity(config.layers);
+    for index in 0..config.layers {
+        let name = |part: &str| format!("model.layers.{index}.{part}");
+        // Older checkpoints store the frequencies that the graph computes.
+        loader.checkpoint.ignore(&name("self_attn.rotary_emb.inv_freq"));
+        let qk_norm = if config.qk_norm {
+            let q = loader.vector(&name("self_attn.q_norm.weight"), config.head_dim)?;
+            Some((q, loader.vector(&name("self_attn.k_norm.weight"), config.head_dim)?))
+        } else {
+            None
+        };
+        let (q_order, k_order) = (config.order(config.heads), config.order(config.kv_heads));
+        let (ffn, bias) = (config.intermediate, config.mlp_bias);
+        layers.push(Layer {
+            input_norm: loader.vector(&name("input_layernorm.weight"), hidden)?,
+            q: loader.linear(&name("self_attn.q_proj"), [q_width, hidden], config.qkv_bias, q_order)?,
+            k: loader.linear(&name("self_attn.k_proj"), [kv_width, hidden], config.qkv_bias, k_order)?,
+            v: loader.linear(&name("self_attn.v_proj"), [kv_width, hidden], config.qkv_bias, None)?,
+            o: loader.linear(&name("self_attn.o_proj"), [hidden, q_width], config.output_bias, None)?,
+            qk_norm,
+            post_norm: loader.vector(&name("post_attention_layernorm.weight"), hidden)?,
+            gate: loader.linear(&name("mlp.gate_proj"), [ffn, hidden], bias, None)?,
+            up: loader.linear(&name("mlp.up_proj"), [ffn, hidden], bias, None)?,
+            down: loader.linear(&name("mlp.down_proj"), [hidden, ffn], bias, None)?,
+        });
+    }
+    loader.checkpoint.finish()?;
+    let dim = config.head_dim;
+    let group = GroupSpec { layers: config.layers, kv_heads: config.kv_heads, k_dim: dim, v_dim: dim, k, v };
+    let linears = layers.iter().flat_map(|l| [&l.q, &l.k, &l.v, &l.o, &l.gate, &l.up, &l.down]);
+    let linears = linears.chain([&embed]).chain(&head);
+    let info = Info {
+        architecture,
+        layers: config.layers,
+        hidden,
+        heads: config.heads,
+        vocab: config.vocab,
+        context: config.context,
+        spec: StateSpec::new(options.page, vec![group])?,
+        weight_bytes: linears.map(|linear| backend.linear_bytes(linear)).sum(),
+    };
+    let tokens = |width| backend.tensor(options.max_tokens, width);
+    let outputs = |width| backend.tensor(options.max_outputs.min(options.max_tokens), width);
+    let workspace = Workspace {
+        x: tokens(hidden)?,
+        h: tokens(hidden)?,
+        q: tokens(q_width)?,
+        k: tokens(kv_width)?,
+        v: tokens(kv_width)?,
+        attended: tokens(q_width)?,
+        gate: tokens(config.intermediate)?,
+        up: tokens(config.intermediate)?,
+        angles: tokens(config.rope.dims)?,
+        last: outputs(hidden)?,
+        last_norm: outputs(hidden)?,
+        logits: outputs(config.vocab)?,
+    };
+    let frequencies = backend.vector(&config.rope.frequencies())?;
+    Ok(Box::new(Llama { config, info, embed, head, norm, layers, frequencies, workspace }))
+}
+
+impl<B: Backend> Model<B> for Llama<B> {
+    fn info(&self) -> &Info {
+        &self.info
+    }
+
+    fn forward(&mut self, backend: &B, step: &B::Step, pages: &mut B::Pages) -> Result<&B::Tensor, Error> {
+        let Self { config, workspace: w, .. } = self;
+        let plan = backend.plan(step);
+        for tensor in [
+            &mut w.x, &mut w.h, &mut w.q, &mut w.k, &mut w.v, &mut w.attended, &mut w.gate, &mut w.up, &mut w.angles,
+        ] {
+            backend.resize(tensor, plan.tokens.len())?;
+        }
+        for tensor in [&mut w.last, &mut w.last_norm, &mut w.logits] {
+            backend.resize(tensor, plan.outputs.len())?;
+        }
+        backend.embed(step, &self.embed, &mut w.x)?;
+        backend.rope_angles(step, &self.frequencies, config.rope.attention_factor(), &mut w.angles)?;
+        for (index, layer) in self.layers.iter().enumerate() {
+            let slot = Slot { group: 0, layer: index };
+            let scale = (config.head_dim as f32).sqrt().recip();
+            backend.rms_norm(&w.x, &layer.input_norm, config.eps, &mut w.h)?;
+            backend.project(&w.h, &mut [(&layer.q, &mut w.q), (&layer.k, &mut w.k), (&layer.v, &mut w.v)])?;
+            if let Some((q_norm, k_norm)) = &layer.qk_norm {
+                backend.rms_norm_in_place(&mut w.q, q_norm, config.eps)?;
+                backend.rms_norm_in_place(&mut w.k, k_norm, config.eps)?;
+            }
+            backend.rope(&mut w.q, &w.angles, config.head_dim)?;
+            backend.rope(&mut w.k, &w.angles, config.head_dim)?;
+            backend.append(step, pages, slot, &w.k, &w.v)?;
+            let attention = Attention { slot, heads: config.heads, scale };
+            backend.attend(step, pages, attention, &w.q, &mut w.attended)?;
+            backend.project_add(&w.attended, &layer.o, &mut w.x)?;
+            backend.rms_norm(&w.x, &layer.post_norm, config.eps, &mut w.h)?;
+            backend.project(&w.h, &mut [(&layer.gate, &mut w.gate), (&layer.up, &mut w.up)])?;
+            backend.gate(Activation::Silu, &mut w.gate, &w.up)?;
+            backend.project_add(&w.gate, &layer.down, &mut w.x)?;
+        }
+        backend.outputs(step, &w.x, &mut w.last)?;
+        backend.rms_norm(&w.last, &self.norm, config.eps, &mut w.last_norm)?;
+        let head = self.head.as_ref().unwrap_or(&self.embed);
+        backend.project(&w.last_norm, &mut [(head, &mut w.logits)])?;
+        Ok(&w.logits)
+    }
+}

@@ -1,0 +1,61 @@
+//! Taking tensors out of a checkpoint and packing them for a backend.
+
+use std::ops::ControlFlow;
+
+use kvern_backend::Backend;
+use kvern_weights::{Checkpoint, Tensor};
+
+use crate::{Error, LoadOptions};
+
+/// A checkpoint being packed; counts what has been loaded.
+pub(crate) struct Loader<'a, B> {
+    pub(crate) backend: &'a B,
+    pub(crate) checkpoint: Checkpoint,
+    options: &'a LoadOptions<'a>,
+    loaded: usize,
+    total: usize,
+}
+
+impl<'a, B: Backend> Loader<'a, B> {
+    pub(crate) fn new(backend: &'a B, checkpoint: Checkpoint, options: &'a LoadOptions<'a>) -> Self {
+        let total = checkpoint.names().count();
+        Self { backend, checkpoint, options, loaded: 0, total }
+    }
+
+    pub(crate) fn take(&mut self, name: &str, shape: &[usize]) -> Result<Tensor, Error> {
+        let tensor = self.checkpoint.take(name, shape)?;
+        self.loaded += 1;
+        match self.options.progress.map(|progress| progress(self.loaded, self.total)) {
+            Some(ControlFlow::Break(())) => Err(Error::Stopped),
+            _ => Ok(tensor),
+        }
+    }
+
+    /// A vector of `width` values.
+    pub(crate) fn vector(&mut self, name: &str, width: usize) -> Result<B::Vector, Error> {
+        let values = self.take(name, &[width])?.to_vec();
+        Ok(self.backend.vector(&values)?)
+    }
+
+    /// The matrix `{name}.weight` of `outputs × inputs`, with `{name}.bias` if `bias`, its rows in the file's `order` if given.
+    pub(crate) fn linear(
+        &mut self,
+        name: &str,
+        [outputs, inputs]: [usize; 2],
+        bias: bool,
+        order: Option<Vec<u32>>,
+    ) -> Result<B::Linear, Error> {
+        let ordered = |tensor: Tensor| match &order {
+            Some(order) => tensor.with_row_order(order.clone()),
+            None => tensor,
+        };
+        let weight = ordered(self.take(&format!("{name}.weight"), &[outputs, inputs])?);
+        let bias = if bias { Some(self.take(&format!("{name}.bias"), &[outputs])?) } else { None };
+        let bias = match (bias, order) {
+            // A bias is a vector; its entries follow the rows of the weight.
+            (Some(bias), Some(order)) => Some(bias.with_element_order(&order)),
+            (bias, _) => bias,
+        };
+        Ok(self.backend.linear(weight, bias)?)
+    }
+}
