@@ -51,6 +51,10 @@ pub struct Info {
     pub spec: StateSpec,
     /// Bytes of packed weights.
     pub weight_bytes: usize,
+    /// Bytes of packed weights that every step reads, the head included; an embedding that is no head is not.
+    pub step_weight_bytes: usize,
+    /// Weights that every token is multiplied with: all matrices but embedding and head.
+    pub layer_parameters: usize,
 }
 
 /// A loaded graph.

@@ -285,7 +285,10 @@ pub(crate) fn load<B: Backend>(
     let dim = config.head_dim;
     let group = GroupSpec { layers: config.layers, kv_heads: config.kv_heads, k_dim: dim, v_dim: dim, k, v };
     let linears = layers.iter().flat_map(|l| [&l.q, &l.k, &l.v, &l.o, &l.gate, &l.up, &l.down]);
-    let linears = linears.chain([&embed]).chain(&head);
+    let layer_bytes: usize = linears.map(|linear| backend.linear_bytes(linear)).sum();
+    let embed_bytes = backend.linear_bytes(&embed);
+    let head_bytes = head.as_ref().map_or(0, |head| backend.linear_bytes(head));
+    let layer_parameters = config.layers * hidden * (2 * q_width + 2 * kv_width + 3 * config.intermediate);
     let info = Info {
         architecture,
         layers: config.layers,
@@ -294,7 +297,9 @@ pub(crate) fn load<B: Backend>(
         vocab: config.vocab,
         context: config.context,
         spec: StateSpec::new(options.page, vec![group])?,
-        weight_bytes: linears.map(|linear| backend.linear_bytes(linear)).sum(),
+        weight_bytes: layer_bytes + embed_bytes + head_bytes,
+        step_weight_bytes: layer_bytes + if tied { embed_bytes } else { head_bytes },
+        layer_parameters,
     };
     let tokens = |width| backend.tensor(options.max_tokens, width);
     let outputs = |width| backend.tensor(options.max_outputs.min(options.max_tokens), width);

@@ -3,6 +3,8 @@
 //! Templates are Jinja as Hugging Face runs it: blocks are trimmed, Python's string methods exist, and `raise_exception`,
 //! `strftime_now`, `tojson` are provided.
 
+use minijinja::syntax::SyntaxConfig;
+use minijinja::value::Serde;
 use minijinja::{Environment, Error as Jinja, ErrorKind, Value, context};
 use serde::{Deserialize, Serialize};
 
@@ -34,6 +36,9 @@ pub struct ChatTemplate {
 
 const NAME: &str = "chat";
 
+/// Instructions after which a template counts as endless: some seconds' worth. Templates come with models, from anywhere.
+const FUEL: u64 = 50_000_000;
+
 impl ChatTemplate {
     /// Compiles a template; `bos` and `eos` are the spellings that it may use.
     ///
@@ -41,8 +46,9 @@ impl ChatTemplate {
     /// [`Error::Template`] when the template is not valid.
     pub fn new(source: &str, bos: Option<&str>, eos: Option<&str>) -> Result<Self, Error> {
         let mut environment = Environment::new();
-        environment.set_trim_blocks(true);
-        environment.set_lstrip_blocks(true);
+        let syntax = SyntaxConfig::builder().trim_blocks(true).lstrip_blocks(true).build();
+        environment.set_syntax(syntax.map_err(template_error)?);
+        environment.set_fuel(Some(FUEL));
         environment.set_unknown_method_callback(minijinja_contrib::pycompat::unknown_method_callback);
         environment.add_function("raise_exception", raise_exception);
         environment.add_function("strftime_now", strftime_now);
@@ -58,10 +64,10 @@ impl ChatTemplate {
     pub fn render(&self, messages: &[Message], generate: bool) -> Result<String, Error> {
         let template = self.environment.get_template(NAME).map_err(template_error)?;
         let context = context! {
-            messages => messages,
+            messages => Value::from(Serde(messages)),
             add_generation_prompt => generate,
-            bos_token => self.bos,
-            eos_token => self.eos,
+            bos_token => self.bos.as_str(),
+            eos_token => self.eos.as_str(),
         };
         template.render(context).map_err(template_error)
     }

@@ -17,10 +17,10 @@ use crate::tensor::{Encoding, Tensor};
 use crate::{Error, safetensors};
 
 /// What surrounds the tensors: where configuration and tokenizer come from.
-#[derive(Debug)]
+#[derive(Debug, Clone)]
 pub enum Source {
     /// A GGUF file's own metadata.
-    Gguf(Metadata),
+    Gguf(Arc<Metadata>),
     /// A directory in Hugging Face layout, with its parsed `config.json`.
     Directory {
         /// The directory.
@@ -79,7 +79,7 @@ impl Checkpoint {
             (entry.name, Stored { mapping: mapping.clone(), range: entry.range, shape: entry.shape, kind })
         });
         let bytes = mapping.bytes().len() as u64;
-        Ok(Self { source: Source::Gguf(file.metadata), tensors: tensors.collect(), taken: BTreeSet::new(), bytes })
+        Ok(Self { source: Source::Gguf(Arc::new(file.metadata)), tensors: tensors.collect(), taken: BTreeSet::new(), bytes })
     }
 
     fn open_directory(path: &Path) -> Result<Self, Error> {

@@ -1,0 +1,118 @@
+//! `kvern bench`: speed, as a share of this machine's limits.
+//!
+//! Decoding reads all weights once a step and each row's state once; its limit is those bytes over the measured read rate. A prompt
+//! multiplies every weight with every token; its limit is that many operations over the measured integer dot rate.
+
+use std::time::Instant;
+
+use kvern::Error;
+use kvern_cpu::Cpu;
+use kvern_cpu::limits::Limits;
+use kvern_engine::{Engine, Request};
+use serde_json::{Value, json};
+
+use crate::cli::{BenchArgs, RunArgs};
+use crate::output::{busy, load_for, print, print_json};
+
+pub fn run(args: &BenchArgs, run: &RunArgs) -> Result<(), Error> {
+    let mut runtime = load_for(&args.model.model, run)?;
+    let engine = &mut runtime.engine;
+    let limits = busy("measuring the machine".into(), || Limits::measure(engine.backend()))
+        .map_err(|e| Error::Engine(kvern_engine::Error::Backend(e.into())))?;
+    let machine = json!({
+        "read_gb_s": limits.read_gb_s,
+        "dot_gops": limits.dot_gops,
+        "threads": engine.backend().pool().threads(),
+        "isa": engine.backend().set().name(),
+    });
+    let repeat = |mut run: Box<dyn FnMut() -> Result<f64, Error> + '_>| -> Result<f64, Error> {
+        let mut best = 0.0f64;
+        for _ in 0..args.repeat.max(1) {
+            best = best.max(run()?);
+        }
+        Ok(best)
+    };
+    let (mut prefill, mut decode): (Vec<Value>, Vec<Value>) = (Vec::new(), Vec::new());
+    for &tokens in &args.prompt {
+        let what = format!("prompt of {tokens}");
+        let rate = busy(what, || repeat(Box::new(|| prompt_rate(engine, tokens))))?;
+        let limit = limits.dot_gops * 1e9 / (2.0 * engine.info().layer_parameters as f64);
+        prefill.push(json!({ "tokens": tokens, "tok_s": rate, "limit_share": rate / limit }));
+    }
+    for &depth in &args.depth {
+        for &batch in &args.batch {
+            let what = format!("{batch} rows at depth {depth}");
+            let rate = busy(what, || repeat(Box::new(|| decode_rate(engine, batch, depth, args.generate))))?;
+            let info = engine.info();
+            let column: usize = info.spec.groups().iter().map(|group| group.column_bytes()).sum();
+            let state = batch * column * (depth + args.generate / 2);
+            let limit = batch as f64 * limits.read_gb_s * 1e9 / (info.step_weight_bytes + state) as f64;
+            decode.push(json!({ "batch": batch, "depth": depth, "tok_s": rate, "limit_share": rate / limit }));
+        }
+    }
+    let report = json!({ "machine": machine, "prefill": prefill, "decode": decode });
+    if run.json {
+        return print_json(&report);
+    }
+    let mut text = format!(
+        "{} threads, {}: reads {:.1} GB/s, {:.0} Gop/s\n", machine["threads"], machine["isa"], limits.read_gb_s, limits.dot_gops,
+    );
+    let number = |value: &Value| value.as_f64().unwrap_or_default();
+    for row in &report["prefill"].as_array().cloned().unwrap_or_default() {
+        let share = number(&row["limit_share"]) * 100.0;
+        text += &format!("prompt {:>5}            {:>9.1} tok/s  {share:>5.1} % of the limit\n", row["tokens"], number(&row["tok_s"]));
+    }
+    for row in &report["decode"].as_array().cloned().unwrap_or_default() {
+        let share = number(&row["limit_share"]) * 100.0;
+        text += &format!(
+            "decode {:>5} at {:>5}   {:>9.1} tok/s  {share:>5.1} % of the limit\n", row["batch"], row["depth"], number(&row["tok_s"]),
+        );
+    }
+    print(&text)
+}
+
+/// Some token ids without structure.
+fn tokens(count: usize, vocab: usize, salt: usize) -> Vec<u32> {
+    (0..count).map(|i| ((i + 1) * 7919 + salt * 104_729) % vocab).map(|id| id as u32).collect()
+}
+
+/// Tokens per second of a prompt, up to its first token.
+fn prompt_rate(engine: &mut Engine<Cpu>, count: usize) -> Result<f64, Error> {
+    let prompt = tokens(count, engine.info().vocab, 0);
+    let start = Instant::now();
+    engine.submit(Request::new(prompt, 1))?;
+    while !engine.is_idle() {
+        engine.step()?;
+    }
+    Ok(count as f64 / start.elapsed().as_secs_f64())
+}
+
+/// Tokens per second of `batch` rows together, each with `depth` tokens before the first timed step.
+fn decode_rate(engine: &mut Engine<Cpu>, batch: usize, depth: usize, generate: usize) -> Result<f64, Error> {
+    let vocab = engine.info().vocab;
+    for row in 0..batch {
+        engine.submit(Request::new(tokens(depth.max(1), vocab, row), generate + 1))?;
+    }
+    // Prompts end in different steps; a row that is ahead has generated a few tokens before the clock starts.
+    let mut seen = std::collections::BTreeSet::new();
+    while seen.len() < batch {
+        seen.extend(engine.step()?.into_iter().map(|event| event.id));
+    }
+    let (start, mut generated) = (Instant::now(), 0);
+    while !engine.is_idle() {
+        let events = engine.step()?;
+        if events.len() < batch {
+            // The first row ended in the step before: what is left is a smaller batch.
+            for event in events {
+                engine.cancel(event.id);
+            }
+            break;
+        }
+        generated += events.len();
+    }
+    let rate = generated as f64 / start.elapsed().as_secs_f64();
+    while !engine.is_idle() {
+        engine.step()?;
+    }
+    Ok(rate)
+}

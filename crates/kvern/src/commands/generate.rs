@@ -1,0 +1,40 @@
+//! `kvern generate`: plain completion.
+
+use kvern::{Error, Generation, Runtime};
+use serde_json::{Value, json};
+
+use crate::cli::{GenerateArgs, RunArgs};
+use crate::output::{load_for, print, print_json};
+
+pub fn run(args: &GenerateArgs, run: &RunArgs) -> Result<(), Error> {
+    let mut runtime = load_for(&args.model.model, run)?;
+    let prompt = runtime.prompt(&args.prompt)?;
+    let sampling = args.sampling.sampling(args.logprobs.then_some(0));
+    let mut written = Ok(());
+    let generation = runtime.generate(&prompt, args.max_tokens, &sampling, &args.sampling.stop, |piece| {
+        if !run.json && written.is_ok() {
+            written = print(piece);
+        }
+    })?;
+    written?;
+    if run.json { print_json(&report(&generation, &runtime)) } else { print("\n") }
+}
+
+/// The JSON object of a generation.
+pub fn report(generation: &Generation, runtime: &Runtime) -> Value {
+    let mut report = json!({
+        "text": generation.text,
+        "tokens": generation.tokens,
+        "prompt_tokens": generation.prompt_tokens,
+        "finish_reason": generation.finish,
+        "timings": {
+            "load_s": runtime.load_time.as_secs_f64(),
+            "prefill_s": generation.prefill.as_secs_f64(),
+            "decode_s": generation.decode.as_secs_f64(),
+        },
+    });
+    if generation.logprobs.iter().any(Option::is_some) {
+        report["logprobs"] = json!(generation.logprobs);
+    }
+    report
+}

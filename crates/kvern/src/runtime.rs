@@ -1,0 +1,223 @@
+//! [`Runtime`]: one loaded model, ready to answer.
+
+use std::ops::ControlFlow;
+use std::path::Path;
+use std::thread;
+use std::time::{Duration, Instant};
+
+use kvern_cpu::{Cpu, CpuOptions};
+use kvern_engine::{Engine, EngineOptions, Event, Finish, Request, Sampling};
+use kvern_models::{Info, LoadOptions, load};
+use kvern_state::Codec;
+use kvern_text::{Message, Text, TextStream};
+use kvern_weights::Checkpoint;
+
+use crate::{Cache, Device, Error};
+
+/// How a model is loaded and run.
+#[derive(Clone, Default)]
+pub struct Options<'a> {
+    /// Where it runs.
+    pub device: Device,
+    /// Threads; all cores when absent.
+    pub threads: Option<usize>,
+    /// Instruction set; the best when absent.
+    pub isa: Option<String>,
+    /// Everything in `f32`: slow, for comparisons.
+    pub exact: bool,
+    /// How keys and values are stored; the model's own type when absent.
+    pub kv: Option<(Codec, Codec)>,
+    /// Tokens of a row, if fewer than the model's context.
+    pub context: Option<usize>,
+    /// Bytes of state; four fifths of the free memory when absent.
+    pub state_memory: Option<u64>,
+    /// Called with (tensors loaded, tensors in all).
+    pub progress: Option<&'a (dyn Fn(usize, usize) + 'a)>,
+}
+
+/// The most tokens of one step, and the most of them with logits.
+pub(crate) const STEP_TOKENS: usize = 512;
+const STEP_OUTPUTS: usize = 128;
+/// Tokens of a page.
+const PAGE: usize = 64;
+
+/// Codecs of a preset: one name for both sides.
+///
+/// # Errors
+/// [`Error::Preset`] for a name that is none.
+pub fn kv_preset(name: &str) -> Result<(Codec, Codec), Error> {
+    let codec = Codec::from_name(name);
+    let codec = codec.ok_or_else(|| Error::Preset { asked: name.into(), known: vec!["f32", "f16", "bf16"] })?;
+    Ok((codec, codec))
+}
+
+/// A loaded model with its tokenizer.
+pub struct Runtime {
+    /// The engine.
+    pub engine: Engine<Cpu>,
+    /// Tokenizer and chat template.
+    pub text: Text,
+    /// How long loading took.
+    pub load_time: Duration,
+}
+
+/// A finished generation.
+#[derive(Debug, Clone)]
+pub struct Generation {
+    /// The text, without stop strings.
+    pub text: String,
+    /// The generated ids.
+    pub tokens: Vec<u32>,
+    /// Log-probability of each token, if asked for.
+    pub logprobs: Vec<Option<f32>>,
+    /// Tokens of the prompt.
+    pub prompt_tokens: usize,
+    /// Why it ended.
+    pub finish: Finish,
+    /// Time to the first token.
+    pub prefill: Duration,
+    /// Time from the first token to the last.
+    pub decode: Duration,
+}
+
+impl Runtime {
+    /// Loads the model `name`: a path, or a built-in name that is fetched on first use.
+    ///
+    /// # Errors
+    /// [`Error`], for everything from a missing file to a lack of memory.
+    pub fn load(name: &str, options: &Options<'_>) -> Result<Self, Error> {
+        Self::open(&Cache::from_env().resolve(name, |_| ())?, options)
+    }
+
+    /// Loads the model at `path`.
+    ///
+    /// # Errors
+    /// As [`Self::load`].
+    pub fn open(path: &Path, options: &Options<'_>) -> Result<Self, Error> {
+        let start = Instant::now();
+        let Device::Cpu = options.device;
+        let checkpoint = Checkpoint::open(path)?;
+        let cpu = Cpu::new(&CpuOptions { threads: options.threads, isa: options.isa.clone(), exact: options.exact })?;
+        let progress = options.progress.map(|progress| {
+            move |done, total| {
+                progress(done, total);
+                ControlFlow::Continue(())
+            }
+        });
+        let exact = options.exact.then_some((Codec::F32, Codec::F32));
+        let load_options = LoadOptions {
+            kv: options.kv.or(exact),
+            max_tokens: STEP_TOKENS,
+            max_outputs: STEP_OUTPUTS,
+            page: PAGE,
+            progress: progress.as_ref().map(|progress| progress as &dyn Fn(usize, usize) -> ControlFlow<()>),
+        };
+        // The tokenizer is built beside the weights: it takes about as long.
+        let source = checkpoint.source().clone();
+        let (text, model) = thread::scope(|scope| {
+            let text = scope.spawn(move || Text::load(&source));
+            let model = load(&cpu, checkpoint, &load_options);
+            (text.join(), model)
+        });
+        let text = match text {
+            Ok(text) => text?,
+            Err(panic) => std::panic::resume_unwind(panic),
+        };
+        let engine_options = EngineOptions {
+            max_rows: STEP_OUTPUTS,
+            max_tokens: STEP_TOKENS,
+            state_memory: options.state_memory,
+            context: options.context,
+        };
+        let engine = Engine::new(cpu, model?, engine_options)?;
+        Ok(Self { engine, text, load_time: start.elapsed() })
+    }
+
+    /// What is known of the model.
+    pub fn info(&self) -> &Info {
+        self.engine.info()
+    }
+
+    /// Token ids of a plain text.
+    ///
+    /// # Errors
+    /// The tokenizer's.
+    pub fn prompt(&self, text: &str) -> Result<Vec<u32>, Error> {
+        Ok(self.text.tokenizer.encode(text, true)?)
+    }
+
+    /// Token ids of a conversation, up to the beginning of the assistant's next turn.
+    ///
+    /// # Errors
+    /// [`kvern_text::Error::NoTemplate`] or the template's own.
+    pub fn chat_prompt(&self, messages: &[Message]) -> Result<Vec<u32>, Error> {
+        let template = self.text.template.as_ref().ok_or(kvern_text::Error::NoTemplate)?;
+        // The template writes the tokens around a text itself.
+        Ok(self.text.tokenizer.encode(&template.render(messages, true)?, false)?)
+    }
+
+    /// Generates from `prompt` until a stop id of the model, one of `stop_strings`, or `max_tokens`; `piece` sees the text as it comes.
+    ///
+    /// # Errors
+    /// The engine's, or the tokenizer's.
+    pub fn generate(
+        &mut self,
+        prompt: &[u32],
+        max_tokens: usize,
+        sampling: &Sampling,
+        stop_strings: &[String],
+        mut piece: impl FnMut(&str),
+    ) -> Result<Generation, Error> {
+        let request = Request {
+            prompt: prompt.to_vec(),
+            max_tokens,
+            sampling: sampling.clone(),
+            stops: self.text.tokenizer.stops().clone(),
+        };
+        let start = Instant::now();
+        let id = self.engine.submit(request)?;
+        let mut stream = TextStream::new(stop_strings.to_vec());
+        let mut out = Generation {
+            text: String::new(),
+            tokens: Vec::new(),
+            logprobs: Vec::new(),
+            prompt_tokens: prompt.len(),
+            finish: Finish::Length,
+            prefill: Duration::ZERO,
+            decode: Duration::ZERO,
+        };
+        let mut emit = |text: &mut String, new: String| {
+            if !new.is_empty() {
+                piece(&new);
+                text.push_str(&new);
+            }
+        };
+        while !self.engine.is_idle() {
+            for Event { token, finish, .. } in self.engine.step()?.into_iter().filter(|event| event.id == id) {
+                if out.prefill.is_zero() {
+                    out.prefill = start.elapsed();
+                }
+                if let Some(token) = token {
+                    let new = match stream.push(&self.text.tokenizer, token.id) {
+                        Ok(new) => new,
+                        Err(error) => {
+                            self.engine.cancel(id);
+                            return Err(error.into());
+                        }
+                    };
+                    emit(&mut out.text, new);
+                    out.tokens.push(token.id);
+                    out.logprobs.push(token.logprob);
+                }
+                out.finish = finish.unwrap_or(out.finish);
+            }
+            if stream.stopped() {
+                out.finish = Finish::Stop;
+                self.engine.cancel(id);
+            }
+        }
+        emit(&mut out.text, stream.finish());
+        out.decode = start.elapsed().saturating_sub(out.prefill);
+        Ok(out)
+    }
+}
