@@ -3,7 +3,8 @@
 //! A tile is `R` rows × `P` panels of 16 outputs, with every accumulator in a register. Inputs are walked in ascending order, so an
 //! output's rounding is the same in a tile of one row and of six:
 //! - raw weights: one fused multiply-add per input;
-//! - codes: integer dot products are exact within a group; each group then adds `scale_w * scale_x * dot`, and `bias_w * Σx`.
+//! - codes: integer dot products are exact within a group (high bytes of the activations first, then, after a shift, low bytes); each
+//!   group then adds `scale_w * scale_x * dot`, and `bias_w * Σx`.
 //!
 //! Threads split panels, never a sum.
 
@@ -12,7 +13,7 @@ use kvern_base::{Raw, bf16, f16};
 use crate::isa::{Isa, Kernel, LANES, Lane};
 use crate::pack::{Body, Codes, Linear, UNIT};
 use crate::pool::{Disjoint, Pool};
-use crate::quantize::{Quantized, Row};
+use crate::quantize::{GROUP, Planes, Quantized, Row};
 use crate::{KernelSet, Tensor};
 
 /// What to do with a product.
@@ -269,35 +270,43 @@ impl<const BITS: u32, const STEPS: usize> Panels for CodePanels<'_, BITS, STEPS>
         let sum = STEPS * 4;
         let affine = self.codes.affine;
         let x: [Row<'_>; R] = std::array::from_fn(|r| self.x.row(row + r));
-        let x_codes: [&[[[i8; 4]; STEPS]]; R] =
-            std::array::from_fn(|r| x[r].codes.as_chunks::<4>().0.as_chunks::<STEPS>().0);
         let panel_bytes = inputs / UNIT * unit;
         let units: [&[u8]; P] =
             std::array::from_fn(|p| &self.codes.codes.bytes()[(panel + p) * panel_bytes..][..panel_bytes]);
         let groups = inputs / affine.group;
         let mut acc = [[isa.splat(0.0); P]; R];
         for g in 0..inputs / sum {
-            let codes: [&[[i8; 4]; STEPS]; R] = std::array::from_fn(|r| &x_codes[r][g]);
-            // The zero point's part of the exact sum.
-            let start: [S::I; R] = std::array::from_fn(|r| {
-                let sums = x[r].sums;
-                let sum = if STEPS == 4 { sums[g] } else { sums[2 * g] + sums[2 * g + 1] };
-                isa.splat_i(-affine.zero * sum)
-            });
-            let mut dots: [[S::I; P]; R] = std::array::from_fn(|r| [start[r]; P]);
+            let blocks = STEPS / 4;
+            let codes: [&[Planes]; R] = std::array::from_fn(|r| &x[r].codes[g * blocks..][..blocks]);
             let units: [&[u8]; P] = std::array::from_fn(|p| &units[p][g * (STEPS / 2) * unit..][..STEPS / 2 * unit]);
-            for u in 0..STEPS / 2 {
-                for p in 0..P {
-                    let [first, second] = Self::unit(isa, &units[p][u * unit..][..unit]);
-                    for r in 0..R {
-                        dots[r][p] = isa.dot::<BITS>(dots[r][p], first, codes[r][2 * u]);
+            let mut dots = [[isa.splat_i(0); P]; R];
+            for plane in 0..2 {
+                for u in 0..STEPS / 2 {
+                    for p in 0..P {
+                        let [first, second] = Self::unit(isa, &units[p][u * unit..][..unit]);
+                        for r in 0..R {
+                            dots[r][p] = isa.dot::<BITS>(dots[r][p], first, codes[r][u / 2][plane][u % 2 * 2]);
+                        }
+                        for r in 0..R {
+                            dots[r][p] = isa.dot::<BITS>(dots[r][p], second, codes[r][u / 2][plane][u % 2 * 2 + 1]);
+                        }
                     }
-                    for r in 0..R {
-                        dots[r][p] = isa.dot::<BITS>(dots[r][p], second, codes[r][2 * u + 1]);
+                }
+                if plane == 0 {
+                    for dots in dots.as_flattened_mut() {
+                        *dots = isa.times_256(*dots);
                     }
                 }
             }
-            let x_group = g * sum / crate::quantize::GROUP;
+            if affine.zero != 0 {
+                for r in 0..R {
+                    let sum: i32 = x[r].sums[g * blocks..][..blocks].iter().sum();
+                    for p in 0..P {
+                        dots[r][p] = isa.add_i(dots[r][p], isa.splat_i(-affine.zero * sum));
+                    }
+                }
+            }
+            let x_group = g * sum / GROUP;
             for p in 0..P {
                 let index = (panel + p) * groups + g * sum / affine.group;
                 let scale = self.codes.scales.lanes(isa, index);

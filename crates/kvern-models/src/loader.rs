@@ -53,7 +53,7 @@ impl<'a, B: Backend> Loader<'a, B> {
         let bias = if bias { Some(self.take(&format!("{name}.bias"), &[outputs])?) } else { None };
         let bias = match (bias, order) {
             // A bias is a vector; its entries follow the rows of the weight.
-            (Some(bias), Some(order)) => Some(bias.with_element_order(&order)),
+            (Some(bias), Some(order)) => Some(bias.with_element_order(&order)?),
             (bias, _) => bias,
         };
         Ok(self.backend.linear(weight, bias)?)

@@ -1,10 +1,12 @@
 //! A named tensor inside a mapped file, readable row by row.
 
 use std::ops::Range;
+use std::path::Path;
 use std::sync::Arc;
 
 use kvern_base::{Raw, bf16, f16};
 
+use crate::Error;
 use crate::mapping::Mapping;
 use crate::mlx::MlxParts;
 use crate::quant::{Affine, BlockFormat};
@@ -88,22 +90,36 @@ impl Tensor {
         self
     }
 
-    /// A raw vector with its elements in the order `order`, held in memory; used for biases of reordered rows.
+    /// A tensor over bytes in memory, such as weights made up for a test or a benchmark.
+    ///
+    /// # Errors
+    /// [`Error::Shape`] when the bytes are not those of `shape` in `encoding`.
+    pub fn in_memory(name: &str, shape: &[usize], encoding: Encoding, bytes: Vec<u8>) -> Result<Self, Error> {
+        let elements: usize = shape.iter().product();
+        let found = match &encoding {
+            Encoding::Raw(raw) => bytes.len() / raw.bytes(),
+            Encoding::Block(format) => bytes.len() / format.bytes() * format.block(),
+            Encoding::Mlx(parts) => bytes.len() * 8 / parts.affine.bits as usize,
+        };
+        if found != elements {
+            return Err(Error::Shape { name: name.into(), expected: shape.to_vec(), found: vec![found] });
+        }
+        let mapping = Mapping::from_bytes(Path::new(name), bytes);
+        let range = 0..mapping.bytes().len();
+        Ok(Self { name: name.into(), shape: shape.to_vec(), mapping, range, encoding, order: None })
+    }
+
+    /// A raw vector with its elements in the order `order`; used for biases of reordered rows.
+    ///
+    /// # Errors
+    /// [`Error::Shape`] when `order` has another length than the vector.
     ///
     /// # Panics
     /// When an entry of `order` is outside the vector.
-    #[must_use]
-    pub fn with_element_order(self, order: &[u32]) -> Self {
+    pub fn with_element_order(self, order: &[u32]) -> Result<Self, Error> {
         let values = self.to_vec();
-        let bytes: Vec<u8> = order.iter().flat_map(|&source| values[source as usize].to_le_bytes()).collect();
-        Self {
-            name: self.name.clone(),
-            shape: vec![order.len()],
-            range: 0..bytes.len(),
-            mapping: Mapping::from_bytes(self.mapping.path(), bytes),
-            encoding: Encoding::Raw(Raw::F32),
-            order: None,
-        }
+        let bytes = order.iter().flat_map(|&source| values[source as usize].to_le_bytes()).collect();
+        Self::in_memory(&self.name, &self.shape, Encoding::Raw(Raw::F32), bytes)
     }
 
     fn row_bytes(&self, row: usize) -> &[u8] {

@@ -123,6 +123,10 @@ impl Isa for Avx2 {
         unsafe { [_mm256_round_ps::<NEAREST>(a[0]), _mm256_round_ps::<NEAREST>(a[1])] }
     }
     #[inline(always)]
+    fn floor(self, a: Self::F) -> Self::F {
+        both!(_mm256_floor_ps, a)
+    }
+    #[inline(always)]
     fn scale2(self, a: Self::F, n: Self::F) -> Self::F {
         // Two factors, so that neither leaves the range of f32 exponents.
         // SAFETY: the token proves the feature.
@@ -141,6 +145,15 @@ impl Isa for Avx2 {
     fn splat_i(self, x: i32) -> Self::I {
         // SAFETY: the token proves the feature.
         unsafe { [_mm256_set1_epi32(x); 2] }
+    }
+    #[inline(always)]
+    fn add_i(self, a: Self::I, b: Self::I) -> Self::I {
+        both!(_mm256_add_epi32, a, b)
+    }
+    #[inline(always)]
+    fn times_256(self, a: Self::I) -> Self::I {
+        // SAFETY: the token proves the feature.
+        unsafe { [_mm256_slli_epi32::<8>(a[0]), _mm256_slli_epi32::<8>(a[1])] }
     }
     #[inline(always)]
     fn to_f32(self, a: Self::I) -> Self::F {

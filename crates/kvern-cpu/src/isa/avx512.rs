@@ -117,6 +117,10 @@ impl Isa for Avx512 {
         one!(_mm512_roundscale_ps::<0>(a))
     }
     #[inline(always)]
+    fn floor(self, a: Self::F) -> Self::F {
+        one!(_mm512_roundscale_ps::<1>(a))
+    }
+    #[inline(always)]
     fn scale2(self, a: Self::F, n: Self::F) -> Self::F {
         one!(_mm512_scalef_ps(a, n))
     }
@@ -124,6 +128,14 @@ impl Isa for Avx512 {
     #[inline(always)]
     fn splat_i(self, x: i32) -> Self::I {
         one!(_mm512_set1_epi32(x))
+    }
+    #[inline(always)]
+    fn add_i(self, a: Self::I, b: Self::I) -> Self::I {
+        one!(_mm512_add_epi32(a, b))
+    }
+    #[inline(always)]
+    fn times_256(self, a: Self::I) -> Self::I {
+        one!(_mm512_slli_epi32::<8>(a))
     }
     #[inline(always)]
     fn to_f32(self, a: Self::I) -> Self::F {

@@ -76,14 +76,20 @@ pub trait Isa: Copy + Send + Sync + 'static {
     fn abs(self, a: Self::F) -> Self::F;
     /// Nearest integers, ties to even.
     fn round(self, a: Self::F) -> Self::F;
+    /// The largest integers not above.
+    fn floor(self, a: Self::F) -> Self::F;
     /// `a * 2^n` for integral `n` in `-160..=160`, rounding to zero or infinity past the range of `f32`.
     fn scale2(self, a: Self::F, n: Self::F) -> Self::F;
 
     /// All lanes `x`.
     fn splat_i(self, x: i32) -> Self::I;
-    /// Exact for magnitudes up to 2^24.
+    /// `a + b`, wrapping.
+    fn add_i(self, a: Self::I, b: Self::I) -> Self::I;
+    /// `a * 256`, wrapping.
+    fn times_256(self, a: Self::I) -> Self::I;
+    /// Rounds to nearest; exact for magnitudes up to 2^24.
     fn to_f32(self, a: Self::I) -> Self::F;
-    /// Rounds to nearest even and keeps the low byte of each lane; lanes lie in `-127.0..=127.0`.
+    /// Rounds to nearest even and keeps the low byte of each lane; lanes lie in `-128.0..=127.0`.
     fn store_i8(self, a: Self::F, to: &mut [i8; LANES]);
 
     /// Reads 64 bytes.

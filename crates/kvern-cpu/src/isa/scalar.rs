@@ -94,6 +94,10 @@ impl Isa for Scalar {
         a.map(f32::round_ties_even)
     }
     #[inline(always)]
+    fn floor(self, a: Self::F) -> Self::F {
+        a.map(f32::floor)
+    }
+    #[inline(always)]
     fn scale2(self, a: Self::F, n: Self::F) -> Self::F {
         // Two factors, so that neither leaves the range of f32 exponents.
         let power = |n: i32| f32::from_bits(((127 + n) << 23) as u32);
@@ -106,6 +110,14 @@ impl Isa for Scalar {
     #[inline(always)]
     fn splat_i(self, x: i32) -> Self::I {
         [x; LANES]
+    }
+    #[inline(always)]
+    fn add_i(self, a: Self::I, b: Self::I) -> Self::I {
+        std::array::from_fn(|i| a[i] + b[i])
+    }
+    #[inline(always)]
+    fn times_256(self, a: Self::I) -> Self::I {
+        a.map(|x| x << 8)
     }
     #[inline(always)]
     fn to_f32(self, a: Self::I) -> Self::F {

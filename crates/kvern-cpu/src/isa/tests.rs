@@ -42,6 +42,8 @@ each_set!(arithmetic_is_per_lane, isa, {
     assert_eq!(lanes(isa, isa.min(va, vb)), s.min(a, b));
     assert_eq!(lanes(isa, isa.abs(va)), s.abs(a));
     assert_eq!(lanes(isa, isa.round(va)), s.round(a));
+    assert_eq!(lanes(isa, isa.floor(va)), s.floor(a));
+    assert_eq!(lanes(isa, isa.to_f32(isa.times_256(isa.add_i(isa.splat_i(-3), isa.splat_i(1))))), [-512.0; LANES]);
     assert_eq!(lanes(isa, isa.fma(va, vb, va)), s.fma(a, b, a), "these products are exact");
     assert_eq!(isa.sum(va), s.sum(a));
     assert_eq!(isa.max_lane(va), 9.25);
