@@ -16,11 +16,10 @@
 //! let backend = Reference::new();
 //! let mut x = backend.tensor(1, 4)?;
 //! backend.resize(&mut x, 1)?;
-//! let weight = backend.vector(&[1.0; 4])?;
-//! let mut out = backend.tensor(1, 4)?;
-//! backend.resize(&mut out, 1)?;
-//! backend.rms_norm(&x, &weight, 1e-5, &mut out)?;
-//! assert_eq!(backend.download(&out)?, [0.0; 4]);
+//! backend.upload(&[3.0; 4], &mut x)?;
+//! let weight = backend.vector(&[1.0, 2.0, 3.0, 4.0])?;
+//! backend.rms_norm_in_place(&mut x, &weight, 0.0)?;
+//! assert_eq!(backend.download(&x)?, [1.0, 2.0, 3.0, 4.0]);
 //! # Ok::<(), kvern_backend::Error>(())
 //! ```
 
@@ -151,6 +150,8 @@ pub trait Backend: Send + Sync + 'static {
     /// `out[i] = x[outputs[i]]`: the rows whose logits the step wants.
     fn outputs(&self, step: &Self::Step, x: &Self::Tensor, out: &mut Self::Tensor) -> Result<(), Error>;
 
+    /// Copies values from the host over a tensor's rows.
+    fn upload(&self, values: &[f32], tensor: &mut Self::Tensor) -> Result<(), Error>;
     /// Copies a tensor to the host, waiting for it.
     fn download(&self, tensor: &Self::Tensor) -> Result<Vec<f32>, Error>;
     /// Copies the first `len` columns of a layer out of the pages `table`.

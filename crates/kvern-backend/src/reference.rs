@@ -328,6 +328,12 @@ impl Backend for Reference {
         Ok(())
     }
 
+    fn upload(&self, values: &[f32], tensor: &mut Tensor) -> Result<(), Error> {
+        Error::check("upload", "number of values", tensor.data.len(), values.len())?;
+        tensor.data.copy_from_slice(values);
+        Ok(())
+    }
+
     fn download(&self, tensor: &Tensor) -> Result<Vec<f32>, Error> {
         Ok(tensor.data.clone())
     }

@@ -104,7 +104,8 @@ impl Cpu {
             quantized.reserve(x.rows(), x.width())?;
             quantized.fill(self.set, &self.pool, x);
         }
-        let products: Vec<Product<'_>> = outs.iter_mut().map(|(weight, out)| Product::new(weight, out, store)).collect();
+        let products: Vec<Product<'_>> =
+            outs.iter_mut().map(|(weight, out)| Product::new(weight, out, store)).collect();
         matmul::products(self.set, &self.pool, x, &quantized, &products);
         Ok(())
     }
@@ -269,6 +270,12 @@ impl Backend for Cpu {
         BackendError::check("outputs", "rows of the output", step.outputs.len(), out.rows())?;
         BackendError::check("outputs", "width of the output", x.width(), out.width())?;
         elementwise::rows(&self.pool, out, |row, out| out.copy_from_slice(x.row(step.outputs[row] as usize)));
+        Ok(())
+    }
+
+    fn upload(&self, values: &[f32], tensor: &mut Tensor) -> Result<(), BackendError> {
+        BackendError::check("upload", "number of values", tensor.values().len(), values.len())?;
+        tensor.values_mut().copy_from_slice(values);
         Ok(())
     }
 

@@ -5,8 +5,8 @@ use std::time::{Duration, Instant};
 
 use kvern_base::{AllocError, Buffer};
 
-use crate::isa::{Isa, Kernel};
 use crate::Cpu;
+use crate::isa::{Isa, Kernel};
 
 /// Bytes that the reading test streams: far past any cache of one machine's share.
 const STREAM: usize = 512 << 20;
@@ -89,4 +89,3 @@ impl Kernel for Dots {
         black_box(sums.map(|sum| isa.sum(isa.to_f32(sum))));
     }
 }
-

@@ -13,7 +13,7 @@ use kvern_base::{Raw, bf16, f16};
 use crate::isa::{Isa, Kernel, LANES, Lane};
 use crate::pack::{Body, Codes, Linear, UNIT};
 use crate::pool::{Disjoint, Pool};
-use crate::quantize::{GROUP, Planes, Quantized, Row};
+use crate::quantize::{GROUP, Planes, Quantized};
 use crate::{KernelSet, Tensor};
 
 /// What to do with a product.
@@ -82,13 +82,13 @@ impl Kernel for Block<'_> {
             Body::Codes(codes) => {
                 let x = self.quantized;
                 match (codes.affine.bits, codes.affine.group) {
-                    (2, _) => self.rows(isa, &CodePanels::<2, 8> { codes, x }),
-                    (3, _) => self.rows(isa, &CodePanels::<3, 8> { codes, x }),
-                    (4, _) => self.rows(isa, &CodePanels::<4, 8> { codes, x }),
-                    (5, _) => self.rows(isa, &CodePanels::<5, 8> { codes, x }),
-                    (6, 16) => self.rows(isa, &CodePanels::<6, 4> { codes, x }),
-                    (6, _) => self.rows(isa, &CodePanels::<6, 8> { codes, x }),
-                    _ => self.rows(isa, &CodePanels::<8, 8> { codes, x }),
+                    (2, _) => self.rows(isa, &CodePanels::<2, 32, 2> { codes, x }),
+                    (3, _) => self.rows(isa, &CodePanels::<3, 48, 2> { codes, x }),
+                    (4, _) => self.rows(isa, &CodePanels::<4, 64, 2> { codes, x }),
+                    (5, _) => self.rows(isa, &CodePanels::<5, 80, 2> { codes, x }),
+                    (6, 16) => self.rows(isa, &CodePanels::<6, 96, 1> { codes, x }),
+                    (6, _) => self.rows(isa, &CodePanels::<6, 96, 2> { codes, x }),
+                    _ => self.rows(isa, &CodePanels::<8, 128, 2> { codes, x }),
                 }
             }
         }
@@ -195,14 +195,26 @@ impl<E: Lane> Panels for RawPanels<'_, E> {
         panel: usize,
     ) -> [[S::F; P]; R] {
         const CHUNK: usize = 8;
-        let weights: [&[[E; LANES]]; P] =
-            std::array::from_fn(|p| &self.data.as_chunks().0[(panel + p) * inputs..][..inputs]);
-        let x: [&[f32]; R] = std::array::from_fn(|r| self.x.row(row + r));
+        let all = self.data.as_chunks::<LANES>().0;
+        let mut weights: [&[[E; LANES]]; P] = [&[]; P];
+        for p in 0..P {
+            weights[p] = &all[(panel + p) * inputs..][..inputs];
+        }
+        let mut rows: [&[f32]; R] = [&[]; R];
+        for r in 0..R {
+            rows[r] = self.x.row(row + r);
+        }
         let mut acc = [[isa.splat(0.0); P]; R];
         let whole = inputs / CHUNK;
         for chunk in 0..whole {
-            let w: [&[[E; LANES]; CHUNK]; P] = std::array::from_fn(|p| &weights[p].as_chunks().0[chunk]);
-            let x: [&[f32; CHUNK]; R] = std::array::from_fn(|r| &x[r].as_chunks().0[chunk]);
+            let mut w: [&[[E; LANES]; CHUNK]; P] = [&weights[0].as_chunks().0[chunk]; P];
+            for p in 1..P {
+                w[p] = &weights[p].as_chunks().0[chunk];
+            }
+            let mut x: [&[f32; CHUNK]; R] = [&rows[0].as_chunks().0[chunk]; R];
+            for r in 1..R {
+                x[r] = &rows[r].as_chunks().0[chunk];
+            }
             for k in 0..CHUNK {
                 for p in 0..P {
                     let w = E::load(isa, &w[p][k]);
@@ -216,7 +228,7 @@ impl<E: Lane> Panels for RawPanels<'_, E> {
             for p in 0..P {
                 let w = E::load(isa, &weights[p][k]);
                 for r in 0..R {
-                    acc[r][p] = isa.fma(w, isa.splat(x[r][k]), acc[r][p]);
+                    acc[r][p] = isa.fma(w, isa.splat(rows[r][k]), acc[r][p]);
                 }
             }
         }
@@ -224,40 +236,40 @@ impl<E: Lane> Panels for RawPanels<'_, E> {
     }
 }
 
-/// Panels of `BITS`-bit codes; a sum is exact over `STEPS` steps of 4 inputs, the smaller of the weights' and the activations' group.
-struct CodePanels<'a, const BITS: u32, const STEPS: usize> {
+/// Panels of `BITS`-bit codes in units of `BYTES`; a sum is exact over `BLOCKS` blocks of 16 inputs, the smaller of the weights' and the
+/// activations' group.
+struct CodePanels<'a, const BITS: u32, const BYTES: usize, const BLOCKS: usize> {
     codes: &'a Codes,
     x: &'a Quantized,
 }
 
-impl<const BITS: u32, const STEPS: usize> CodePanels<'_, BITS, STEPS> {
+impl<const BITS: u32, const BYTES: usize, const BLOCKS: usize> CodePanels<'_, BITS, BYTES, BLOCKS> {
     /// The two steps of a unit.
     #[inline(always)]
-    fn unit<S: Isa>(isa: S, unit: &[u8]) -> [S::B; 2] {
-        let bytes = |at: usize| match unit[at..].first_chunk() {
-            Some(bytes) => isa.bytes(bytes),
-            None => isa.no_bytes(),
-        };
+    fn unit<S: Isa>(isa: S, unit: &[u8; BYTES]) -> [S::B; 2] {
+        let wide = |at: usize| unit[at..].first_chunk::<64>();
         let (mut steps, masks, first) = match BITS {
-            8 => return [bytes(0), bytes(64)],
-            4.. => {
-                let both = bytes(0);
-                ([isa.low(both), isa.high(both)], &unit[64..], 4)
-            }
-            _ => ([isa.no_bytes(); 2], unit, 0),
+            8 => match (wide(0), wide(64)) {
+                (Some(first), Some(second)) => return [isa.bytes(first), isa.bytes(second)],
+                _ => return [isa.no_bytes(); 2],
+            },
+            4.. => match wide(0) {
+                Some(both) => ([isa.low(isa.bytes(both)), isa.high(isa.bytes(both))], &unit[64..], 4),
+                None => return [isa.no_bytes(); 2],
+            },
+            _ => ([isa.no_bytes(); 2], unit.as_slice(), 0),
         };
         let masks = masks.as_chunks::<8>().0;
         for bit in first..BITS {
-            for (step, codes) in steps.iter_mut().enumerate() {
-                let mask = u64::from_le_bytes(masks[2 * (bit - first) as usize + step]);
-                *codes = isa.with_bit(*codes, mask, 1 << bit);
-            }
+            let at = 2 * (bit - first) as usize;
+            steps[0] = isa.with_bit(steps[0], u64::from_le_bytes(masks[at]), 1 << bit);
+            steps[1] = isa.with_bit(steps[1], u64::from_le_bytes(masks[at + 1]), 1 << bit);
         }
         steps
     }
 }
 
-impl<const BITS: u32, const STEPS: usize> Panels for CodePanels<'_, BITS, STEPS> {
+impl<const BITS: u32, const BYTES: usize, const BLOCKS: usize> Panels for CodePanels<'_, BITS, BYTES, BLOCKS> {
     #[inline(always)]
     fn tile<S: Isa, const R: usize, const P: usize>(
         &self,
@@ -266,24 +278,37 @@ impl<const BITS: u32, const STEPS: usize> Panels for CodePanels<'_, BITS, STEPS>
         row: usize,
         panel: usize,
     ) -> [[S::F; P]; R] {
-        let unit = BITS as usize * LANES;
-        let sum = STEPS * 4;
+        // Loops, not closures, wherever vectors are: a closure may be compiled without the instruction set.
+        const { assert!(BYTES == BITS as usize * LANES) };
         let affine = self.codes.affine;
-        let x: [Row<'_>; R] = std::array::from_fn(|r| self.x.row(row + r));
-        let panel_bytes = inputs / UNIT * unit;
-        let units: [&[u8]; P] =
-            std::array::from_fn(|p| &self.codes.codes.bytes()[(panel + p) * panel_bytes..][..panel_bytes]);
-        let groups = inputs / affine.group;
+        let sum = BLOCKS * LANES;
+        let (panel_units, groups) = (inputs / UNIT, inputs / affine.group);
+        let mut x = [self.x.row(row); R];
+        let mut x_codes: [&[[Planes; BLOCKS]]; R] = [&[]; R];
+        for r in 0..R {
+            x[r] = self.x.row(row + r);
+            x_codes[r] = x[r].codes.as_chunks().0;
+        }
+        let all = self.codes.codes.bytes().as_chunks::<BYTES>().0;
+        let mut panels: [&[[u8; BYTES]]; P] = [&[]; P];
+        for p in 0..P {
+            panels[p] = &all[(panel + p) * panel_units..][..panel_units];
+        }
         let mut acc = [[isa.splat(0.0); P]; R];
         for g in 0..inputs / sum {
-            let blocks = STEPS / 4;
-            let codes: [&[Planes]; R] = std::array::from_fn(|r| &x[r].codes[g * blocks..][..blocks]);
-            let units: [&[u8]; P] = std::array::from_fn(|p| &units[p][g * (STEPS / 2) * unit..][..STEPS / 2 * unit]);
+            let mut codes: [&[Planes; BLOCKS]; R] = [&x_codes[0][g]; R];
+            for r in 1..R {
+                codes[r] = &x_codes[r][g];
+            }
+            let mut units: [&[[u8; BYTES]]; P] = [&[]; P];
+            for p in 0..P {
+                units[p] = &panels[p][g * 2 * BLOCKS..][..2 * BLOCKS];
+            }
             let mut dots = [[isa.splat_i(0); P]; R];
             for plane in 0..2 {
-                for u in 0..STEPS / 2 {
+                for u in 0..2 * BLOCKS {
                     for p in 0..P {
-                        let [first, second] = Self::unit(isa, &units[p][u * unit..][..unit]);
+                        let [first, second] = Self::unit(isa, &units[p][u]);
                         for r in 0..R {
                             dots[r][p] = isa.dot::<BITS>(dots[r][p], first, codes[r][u / 2][plane][u % 2 * 2]);
                         }
@@ -293,16 +318,22 @@ impl<const BITS: u32, const STEPS: usize> Panels for CodePanels<'_, BITS, STEPS>
                     }
                 }
                 if plane == 0 {
-                    for dots in dots.as_flattened_mut() {
-                        *dots = isa.times_256(*dots);
+                    for r in 0..R {
+                        for p in 0..P {
+                            dots[r][p] = isa.times_256(dots[r][p]);
+                        }
                     }
                 }
             }
             if affine.zero != 0 {
                 for r in 0..R {
-                    let sum: i32 = x[r].sums[g * blocks..][..blocks].iter().sum();
+                    let mut sum = 0;
+                    for block in 0..BLOCKS {
+                        sum += x[r].sums[g * BLOCKS + block];
+                    }
+                    let zero = isa.splat_i(-affine.zero * sum);
                     for p in 0..P {
-                        dots[r][p] = isa.add_i(dots[r][p], isa.splat_i(-affine.zero * sum));
+                        dots[r][p] = isa.add_i(dots[r][p], zero);
                     }
                 }
             }

@@ -233,7 +233,11 @@ fn pack_codes(pool: &Pool, weight: &Weight, affine: Affine) -> Result<Codes, All
             }
         }
         for (unit, out) in out.chunks_exact_mut(bits * LANES).enumerate() {
-            pack_unit(bits as u32, |lane| codes[lane * inputs + unit * UNIT..].first_chunk().copied().unwrap_or_default(), out);
+            pack_unit(
+                bits as u32,
+                |lane| codes[lane * inputs + unit * UNIT..].first_chunk().copied().unwrap_or_default(),
+                out,
+            );
         }
     });
     let biases = affine.biased.then(|| Floats::pack(&biases)).transpose()?;

@@ -11,6 +11,7 @@ use kvern_backend::{Columns, Error, Slot};
 use kvern_base::{AllocError, Buffer, Element, Raw, bf16, f16};
 use kvern_state::{GroupSpec, PageCopy, StateSpec, StepPlan};
 
+use crate::attention::STRIDE;
 use crate::isa::{Isa, Kernel, LANES, Lane};
 use crate::pool::{Disjoint, Pool};
 use crate::{KernelSet, Tensor};
@@ -71,14 +72,14 @@ impl Layout {
 impl Pages {
     /// Storage for a pool of this state.
     pub fn new(spec: &StateSpec) -> Result<Self, Error> {
-        if !spec.page().is_multiple_of(LANES) {
+        if !spec.page().is_multiple_of(LANES) || !STRIDE.is_multiple_of(spec.page()) {
             let found = format!("{} tokens", spec.page());
-            return Err(Error::Unsupported { what: "a page", found, needs: "a multiple of 16 tokens" });
+            return Err(Error::Unsupported { what: "a page", found, needs: "16 to 512 tokens" });
         }
         for group in spec.groups() {
-            if !group.v_dim.is_multiple_of(LANES) || group.v_dim > MAX_DIM || group.k_dim > MAX_DIM {
-                let found = format!("{} and {}", group.k_dim, group.v_dim);
-                return Err(Error::Unsupported { what: "a head dimension", found, needs: "multiples of 16 up to 512" });
+            if !group.v_dim.is_multiple_of(LANES) {
+                let found = group.v_dim.to_string();
+                return Err(Error::Unsupported { what: "a value dimension", found, needs: "a multiple of 16" });
             }
         }
         Ok(Self { spec: spec.clone(), groups: spec.groups().iter().map(|_| Vec::new()).collect() })
@@ -123,7 +124,8 @@ impl Pages {
     pub fn append(&mut self, set: KernelSet, pool: &Pool, plan: &StepPlan, slot: Slot, k: &Tensor, v: &Tensor) {
         let layout = self.layout(slot.group);
         let mut parts: Vec<Option<Disjoint<'_, u8>>> = Vec::with_capacity(self.groups[slot.group].len());
-        parts.extend(self.groups[slot.group].iter_mut().map(|page| page.as_mut().map(|p| Disjoint::new(p.bytes_mut()))));
+        parts
+            .extend(self.groups[slot.group].iter_mut().map(|page| page.as_mut().map(|p| Disjoint::new(p.bytes_mut()))));
         let layer = layout.layer_bytes();
         for segment in &plan.segments {
             let table = &segment.tables[slot.group];
@@ -167,9 +169,6 @@ impl Pages {
     }
 }
 
-/// The largest head dimension that attention keeps on the stack.
-pub const MAX_DIM: usize = 512;
-
 fn export_key<E: Element>(layout: Layout, page: &[u8], layer: usize, head: usize, position: usize, out: &mut Vec<u8>) {
     let token = position % layout.page;
     let panel = &layout.keys::<E>(page, layer, head)[token / LANES * layout.k_dim * LANES..][..layout.k_dim * LANES];
@@ -197,7 +196,9 @@ impl Kernel for Store<'_> {
         match self.layout.v {
             Raw::F32 => store_values::<S, f32>(isa, self.layout, bytemuck::cast_slice_mut(values), self.token, self.v),
             Raw::F16 => store_values::<S, f16>(isa, self.layout, bytemuck::cast_slice_mut(values), self.token, self.v),
-            Raw::Bf16 => store_values::<S, bf16>(isa, self.layout, bytemuck::cast_slice_mut(values), self.token, self.v),
+            Raw::Bf16 => {
+                store_values::<S, bf16>(isa, self.layout, bytemuck::cast_slice_mut(values), self.token, self.v)
+            }
         }
     }
 }

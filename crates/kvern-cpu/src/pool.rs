@@ -93,7 +93,11 @@ impl Pool {
         let shared = &*self.shared;
         let erased: *const (dyn Fn(Range<usize>) + Sync) = &run;
         // SAFETY: only the lifetime changes; this function returns after all workers have left the region.
-        let erased = unsafe { std::mem::transmute::<*const (dyn Fn(Range<usize>) + Sync), *const (dyn Fn(Range<usize>) + Sync + 'static)>(erased) };
+        let erased = unsafe {
+            std::mem::transmute::<*const (dyn Fn(Range<usize>) + Sync), *const (dyn Fn(Range<usize>) + Sync + 'static)>(
+                erased,
+            )
+        };
         let job = Job { run: erased, items, grain };
         *shared.job.lock().unwrap_or_else(PoisonError::into_inner) = Some(job);
         shared.next.store(0, Ordering::Relaxed);
@@ -239,7 +243,9 @@ mod tests {
             let bad = catch_unwind(AssertUnwindSafe(|| pool.run(50, 1, |range| assert!(range.start != round))));
             assert!(bad.is_err());
             let count = AtomicUsize::new(0);
-            pool.run(50, 1, |_| { count.fetch_add(1, Ordering::Relaxed); });
+            pool.run(50, 1, |_| {
+                count.fetch_add(1, Ordering::Relaxed);
+            });
             assert_eq!(count.into_inner(), 50);
         }
     }

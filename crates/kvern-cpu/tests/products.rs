@@ -1,28 +1,13 @@
 //! Matrix products against the reference backend, at sizes around every tile edge, for every format, instruction set and number of
 //! threads.
 
+mod common;
+
+use common::{Noise, cpu, difference, tensor, values};
 use kvern_backend::{Backend, Reference};
 use kvern_base::{Raw, bf16, f16};
-use kvern_cpu::{Cpu, CpuOptions, KernelSet};
+use kvern_cpu::KernelSet;
 use kvern_weights::{BlockFormat, Encoding, Tensor};
-
-/// Numbers without structure: a SplitMix64 stream.
-struct Noise(u64);
-
-impl Noise {
-    fn bits(&mut self) -> u64 {
-        self.0 = self.0.wrapping_add(0x9E37_79B9_7F4A_7C15);
-        let mut x = self.0;
-        x = (x ^ (x >> 30)).wrapping_mul(0xBF58_476D_1CE4_E5B9);
-        x = (x ^ (x >> 27)).wrapping_mul(0x94D0_49BB_1331_11EB);
-        x ^ (x >> 31)
-    }
-
-    /// Uniform in -1..1.
-    fn value(&mut self) -> f32 {
-        (self.bits() >> 40) as f32 / (1u64 << 23) as f32 - 1.0
-    }
-}
 
 fn formats() -> Vec<Encoding> {
     use BlockFormat::*;
@@ -36,12 +21,18 @@ fn weight(encoding: &Encoding, outputs: usize, inputs: usize, seed: u64) -> Tens
     let mut noise = Noise(seed);
     let bytes = match encoding {
         Encoding::Raw(Raw::F32) => (0..outputs * inputs).flat_map(|_| noise.value().to_le_bytes()).collect(),
-        Encoding::Raw(Raw::F16) => (0..outputs * inputs).flat_map(|_| f16::from_f32(noise.value()).to_le_bytes()).collect(),
-        Encoding::Raw(Raw::Bf16) => (0..outputs * inputs).flat_map(|_| bf16::from_f32(noise.value()).to_le_bytes()).collect(),
+        Encoding::Raw(Raw::F16) => {
+            (0..outputs * inputs).flat_map(|_| f16::from_f32(noise.value()).to_le_bytes()).collect()
+        }
+        Encoding::Raw(Raw::Bf16) => {
+            (0..outputs * inputs).flat_map(|_| bf16::from_f32(noise.value()).to_le_bytes()).collect()
+        }
         Encoding::Block(format) => {
-            let mut bytes: Vec<u8> = (0..outputs * inputs / format.block() * format.bytes()).map(|_| noise.bits() as u8).collect();
+            let mut bytes: Vec<u8> =
+                (0..outputs * inputs / format.block() * format.bytes()).map(|_| noise.bits() as u8).collect();
             for block in bytes.chunks_exact_mut(format.bytes()) {
-                let mut scale = |at: usize| block[at..at + 2].copy_from_slice(&f16::from_f32(noise.value() / 64.0).to_le_bytes());
+                let mut scale =
+                    |at: usize| block[at..at + 2].copy_from_slice(&f16::from_f32(noise.value() / 64.0).to_le_bytes());
                 match format {
                     BlockFormat::Q4_1 | BlockFormat::Q5_1 | BlockFormat::Q4K | BlockFormat::Q5K => {
                         scale(0);
@@ -58,39 +49,10 @@ fn weight(encoding: &Encoding, outputs: usize, inputs: usize, seed: u64) -> Tens
     Tensor::in_memory("w", &[outputs, inputs], encoding.clone(), bytes).unwrap()
 }
 
-fn cpu(set: KernelSet, threads: usize, exact: bool) -> Cpu {
-    Cpu::new(&CpuOptions { threads: Some(threads), isa: Some(set.name().into()), exact }).unwrap()
-}
-
-fn upload<B: Backend>(backend: &B, rows: &[f32], width: usize, fill: impl Fn(&B, &mut B::Tensor, &[f32])) -> B::Tensor {
-    let mut tensor = backend.tensor(rows.len() / width, width).unwrap();
-    backend.resize(&mut tensor, rows.len() / width).unwrap();
-    fill(backend, &mut tensor, rows);
-    tensor
-}
-
-/// Rows of activations, by way of an embedding: token `i` is row `i`.
-fn activations<B: Backend>(backend: &B, x: &[f32], width: usize) -> B::Tensor {
-    upload(backend, x, width, |backend, tensor, x| {
-        let rows = x.len() / width;
-        let bytes = x.iter().flat_map(|x| x.to_le_bytes()).collect();
-        let table = Tensor::in_memory("x", &[rows, width], Encoding::Raw(Raw::F32), bytes).unwrap();
-        let table = backend.linear(table, None).unwrap();
-        let spec = kvern_state::StateSpec::new(16, vec![]).unwrap();
-        let pool = kvern_state::Pool::new(spec.clone(), 0);
-        let mut batch = kvern_state::Batch::new(&pool);
-        batch.prepare_admit(vec![(pool.row(), rows)]).unwrap().commit();
-        let append = batch.prepare_append(&[rows]).unwrap();
-        let tokens: Vec<u32> = (0..rows as u32).collect();
-        let step = backend.begin(append.plan(&tokens, &[]).unwrap(), &mut backend.pages(&spec).unwrap()).unwrap();
-        backend.embed(&step, &table, tensor).unwrap();
-    })
-}
-
 fn product<B: Backend>(backend: &B, weight: Tensor, bias: Option<Tensor>, x: &[f32], add: bool) -> Vec<f32> {
     let (outputs, inputs, rows) = (weight.rows(), weight.cols(), x.len() / weight.cols());
     let linear = backend.linear(weight, bias).unwrap();
-    let x = activations(backend, x, inputs);
+    let x = tensor(backend, x, inputs);
     let mut out = backend.tensor(rows, outputs).unwrap();
     backend.resize(&mut out, rows).unwrap();
     backend.project(&x, &mut [(&linear, &mut out)]).unwrap();
@@ -100,6 +62,7 @@ fn product<B: Backend>(backend: &B, weight: Tensor, bias: Option<Tensor>, x: &[f
     backend.download(&out).unwrap()
 }
 
+/// Root mean square.
 fn rms(x: &[f32]) -> f32 {
     (x.iter().map(|x| x * x).sum::<f32>() / x.len() as f32).sqrt()
 }
@@ -107,7 +70,7 @@ fn rms(x: &[f32]) -> f32 {
 /// Largest difference over what a product of such weights and activations typically is; by chance, one product may be near zero.
 fn distance(got: &[f32], want: &[f32], weight: &Tensor, x: &[f32]) -> f32 {
     let typical = (weight.cols() as f32).sqrt() * rms(&weight.to_vec()) * rms(x);
-    got.iter().zip(want).map(|(a, b)| (a - b).abs()).fold(0.0, f32::max) / typical
+    difference(got, want) / typical
 }
 
 #[test]
@@ -116,8 +79,7 @@ fn products_agree_with_the_reference() {
         let inputs = if matches!(encoding, Encoding::Raw(_)) { 77 } else { 512 };
         for outputs in [1, 15, 16, 17, 33, 64, 100] {
             for rows in [1, 2, 3, 5, 6, 7, 13] {
-                let mut noise = Noise(index as u64 * 1000 + (outputs * rows) as u64);
-                let x: Vec<f32> = (0..rows * inputs).map(|_| noise.value()).collect();
+                let x = values(index as u64 * 1000 + (outputs * rows) as u64, rows * inputs);
                 let make = || weight(encoding, outputs, inputs, 5);
                 let want = product(&Reference::new(), make(), None, &x, false);
                 for set in KernelSet::available() {
@@ -127,7 +89,9 @@ fn products_agree_with_the_reference() {
                     let error = distance(&got, &want, &make(), &x);
                     assert!(error < bound, "{encoding} {outputs}x{inputs}, {rows} rows, {}: {error}", set.name());
                     let exact = product(&cpu(set, 2, true), make(), None, &x, false);
-                    assert!(distance(&exact, &want, &make(), &x) < 5e-6, "{encoding} exact, {}", set.name());
+                    let error = distance(&exact, &want, &make(), &x);
+                    // A sum of 512 products in f32.
+                    assert!(error < 1e-5, "{encoding} exact, {}: {error}", set.name());
                 }
             }
         }
@@ -138,9 +102,8 @@ fn products_agree_with_the_reference() {
 fn bias_and_accumulation_agree_with_the_reference() {
     for encoding in formats() {
         let (outputs, inputs, rows) = (37, 256, 3);
-        let mut noise = Noise(3);
-        let x: Vec<f32> = (0..rows * inputs).map(|_| noise.value()).collect();
-        let bias: Vec<f32> = (0..outputs).map(|_| 20.0 * noise.value()).collect();
+        let x = values(3, rows * inputs);
+        let bias: Vec<f32> = values(4, outputs).into_iter().map(|x| 20.0 * x).collect();
         let bias = || {
             let bytes = bias.iter().flat_map(|x| x.to_le_bytes()).collect();
             Some(Tensor::in_memory("b", &[outputs], Encoding::Raw(Raw::F32), bytes).unwrap())
@@ -149,7 +112,9 @@ fn bias_and_accumulation_agree_with_the_reference() {
         let want = product(&Reference::new(), make(), bias(), &x, true);
         for set in KernelSet::available() {
             let got = product(&cpu(set, 1, false), make(), bias(), &x, true);
-            assert!(distance(&got, &want, &make(), &x) < 1e-4, "{encoding}, {}", set.name());
+            let error = distance(&got, &want, &make(), &x);
+            // The product counts twice, and so does its error.
+            assert!(error < 2e-4, "{encoding}, {}: {error}", set.name());
         }
     }
 }
@@ -158,8 +123,7 @@ fn bias_and_accumulation_agree_with_the_reference() {
 fn a_row_has_the_same_bits_alone_and_among_512_on_any_number_of_threads() {
     for encoding in formats() {
         let (outputs, inputs, rows) = (100, 512, 512);
-        let mut noise = Noise(11);
-        let x: Vec<f32> = (0..rows * inputs).map(|_| noise.value()).collect();
+        let x = values(11, rows * inputs);
         for set in KernelSet::available() {
             let whole = product(&cpu(set, 1, false), weight(&encoding, outputs, inputs, 2), None, &x, false);
             for threads in [2, 5] {

@@ -215,7 +215,8 @@ impl<B: Backend> Engine<B> {
         self.admit();
         let mut room = self.options.max_tokens;
         // Rows that generate come first; prompts share what is left, in order.
-        let mut counts: Vec<usize> = self.running.iter().zip(self.batch.rows()).map(|(s, row)| s.tokens.len() - row.len()).collect();
+        let mut counts: Vec<usize> =
+            self.running.iter().zip(self.batch.rows()).map(|(s, row)| s.tokens.len() - row.len()).collect();
         room = room.saturating_sub(counts.iter().filter(|&&count| count == 1).count());
         for count in counts.iter_mut().filter(|count| **count > 1) {
             *count = room.min(*count);
@@ -283,7 +284,8 @@ impl<B: Backend> Engine<B> {
             return Err(Error::Token { token, vocab });
         }
         let mut batch = Batch::new(self.batch.pool());
-        let admission = batch.prepare_admit(vec![(batch.pool().row(), tokens.len())]).map_err(|refused| refused.error)?;
+        let admission =
+            batch.prepare_admit(vec![(batch.pool().row(), tokens.len())]).map_err(|refused| refused.error)?;
         admission.commit();
         let mut position = 0;
         for chunk in tokens.chunks(chunk.clamp(1, self.options.max_tokens)) {

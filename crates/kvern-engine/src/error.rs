@@ -24,7 +24,9 @@ pub enum Error {
         context: usize,
     },
     /// The request could never be admitted.
-    #[error("a request of {tokens} tokens needs {needed} bytes of state, the budget is {budget} bytes; ask for fewer tokens, a smaller --kv preset or a larger --state-memory")]
+    #[error(
+        "a request of {tokens} tokens needs {needed} bytes of state, the budget is {budget} bytes; ask for fewer tokens, a smaller --kv preset or a larger --state-memory"
+    )]
     Memory {
         /// Tokens of prompt and answer.
         tokens: usize,

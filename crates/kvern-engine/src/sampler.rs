@@ -293,14 +293,18 @@ mod tests {
         assert_eq!(with(Sampling { repetition_penalty: 2.0, ..sampling() }), [1.0, 1.5, -4.0, 2.0, 3.0]);
         assert_eq!(with(Sampling { presence_penalty: 0.5, ..sampling() }), [1.0, 2.5, -2.5, 2.0, 3.0]);
         assert_eq!(with(Sampling { frequency_penalty: 0.5, ..sampling() }), [1.0, 2.0, -2.5, 2.0, 3.0]);
-        assert_eq!(with(Sampling { frequency_penalty: 0.5, penalty_window: 1, ..sampling() }), [1.0, 2.5, -2.0, 2.0, 3.0]);
+        assert_eq!(
+            with(Sampling { frequency_penalty: 0.5, penalty_window: 1, ..sampling() }),
+            [1.0, 2.5, -2.0, 2.0, 3.0]
+        );
         assert_eq!(with(Sampling { logit_bias: vec![(3, 4.0), (99, 1.0)], ..sampling() })[3], 6.0);
     }
 
     #[test]
     fn draws_depend_on_seed_and_position_alone() {
         let sampling = sampling();
-        let at = |seed, position| sample(&Sampling { seed, ..sampling.clone() }, &mut LOGITS.to_vec(), &[], position).id;
+        let at =
+            |seed, position| sample(&Sampling { seed, ..sampling.clone() }, &mut LOGITS.to_vec(), &[], position).id;
         assert_eq!((0..50).map(|p| at(1, p)).collect::<Vec<_>>(), (0..50).map(|p| at(1, p)).collect::<Vec<_>>());
         assert_ne!((0..50).map(|p| at(1, p)).collect::<Vec<_>>(), (0..50).map(|p| at(2, p)).collect::<Vec<_>>());
     }

@@ -35,7 +35,12 @@ impl<'a> Fields<'a> {
     }
 
     /// A field that is absent or null is `None`.
-    fn get<T>(&self, field: &str, expected: &'static str, read: impl Fn(&'a Value) -> Option<T>) -> Result<Option<T>, Error> {
+    fn get<T>(
+        &self,
+        field: &str,
+        expected: &'static str,
+        read: impl Fn(&'a Value) -> Option<T>,
+    ) -> Result<Option<T>, Error> {
         match self.object.get(field) {
             None | Some(Value::Null) => Ok(None),
             Some(value) => read(value).map(Some).ok_or_else(|| self.wrong(field, expected)),
@@ -47,7 +52,8 @@ impl<'a> Fields<'a> {
     }
 
     pub(crate) fn count(&self, field: &str) -> Result<Option<usize>, Error> {
-        let read = |value: &Value| value.as_u64().and_then(|n| usize::try_from(n).ok()).filter(|n| (1..=1 << 32).contains(n));
+        let read =
+            |value: &Value| value.as_u64().and_then(|n| usize::try_from(n).ok()).filter(|n| (1..=1 << 32).contains(n));
         self.get(field, "a positive integer", read)
     }
 

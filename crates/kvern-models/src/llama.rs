@@ -128,7 +128,11 @@ impl Config {
     fn check(&self) -> Result<(), Error> {
         if !self.heads.is_multiple_of(self.kv_heads) {
             let found = format!("{} heads for {} key/value heads", self.heads, self.kv_heads);
-            return Err(Error::Config { field: "num_attention_heads".into(), expected: "a multiple of num_key_value_heads", found });
+            return Err(Error::Config {
+                field: "num_attention_heads".into(),
+                expected: "a multiple of num_key_value_heads",
+                found,
+            });
         }
         Ok(())
     }
@@ -137,7 +141,13 @@ impl Config {
     fn order(&self, heads: usize) -> Option<Vec<u32>> {
         let half = self.rope.dims / 2;
         let row = |head: usize, i: usize| {
-            let within = if i < half { 2 * i } else if i < 2 * half { 2 * (i - half) + 1 } else { i };
+            let within = if i < half {
+                2 * i
+            } else if i < 2 * half {
+                2 * (i - half) + 1
+            } else {
+                i
+            };
             (head * self.head_dim + within) as u32
         };
         self.interleaved.then(|| (0..heads).flat_map(|head| (0..self.head_dim).map(move |i| row(head, i))).collect())
@@ -238,7 +248,8 @@ pub(crate) fn load<B: Backend>(
         let divisors = loader.take("rope_freqs.weight", &[config.rope.dims / 2])?.to_vec();
         config.rope.scaling = Scaling::Divisors(divisors);
     }
-    let (hidden, q_width, kv_width) = (config.hidden, config.heads * config.head_dim, config.kv_heads * config.head_dim);
+    let (hidden, q_width, kv_width) =
+        (config.hidden, config.heads * config.head_dim, config.kv_heads * config.head_dim);
     let embed = loader.take("model.embed_tokens.weight", &[config.vocab, hidden])?;
     let stored = match embed.encoding() {
         Encoding::Raw(Raw::F32) => Codec::F32,
@@ -329,9 +340,9 @@ impl<B: Backend> Model<B> for Llama<B> {
     fn forward(&mut self, backend: &B, step: &B::Step, pages: &mut B::Pages) -> Result<&B::Tensor, Error> {
         let Self { config, workspace: w, .. } = self;
         let plan = backend.plan(step);
-        for tensor in [
-            &mut w.x, &mut w.h, &mut w.q, &mut w.k, &mut w.v, &mut w.attended, &mut w.gate, &mut w.up, &mut w.angles,
-        ] {
+        for tensor in
+            [&mut w.x, &mut w.h, &mut w.q, &mut w.k, &mut w.v, &mut w.attended, &mut w.gate, &mut w.up, &mut w.angles]
+        {
             backend.resize(tensor, plan.tokens.len())?;
         }
         for tensor in [&mut w.last, &mut w.last_norm, &mut w.logits] {

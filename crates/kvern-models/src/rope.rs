@@ -140,7 +140,9 @@ impl Rope {
             return wrong("rope_theta", "above 1", self.theta);
         }
         match self.scaling {
-            Scaling::Linear { factor } | Scaling::Llama3 { factor, .. } | Scaling::Yarn { factor, .. } if factor < 1.0 => {
+            Scaling::Linear { factor } | Scaling::Llama3 { factor, .. } | Scaling::Yarn { factor, .. }
+                if factor < 1.0 =>
+            {
                 wrong("rope factor", "at least 1", factor)
             }
             Scaling::Llama3 { low, high, .. } if low >= high => wrong("low_freq_factor", "below high_freq_factor", low),
@@ -163,9 +165,8 @@ impl Rope {
             }
             &Scaling::Yarn { factor, fast, slow, original, truncate, .. } => {
                 // The pair that makes `turns` turns within the original context.
-                let pair = |turns: f64| {
-                    self.dims as f64 * (original / (turns * 2.0 * PI)).ln() / (2.0 * self.theta.ln())
-                };
+                let pair =
+                    |turns: f64| self.dims as f64 * (original / (turns * 2.0 * PI)).ln() / (2.0 * self.theta.ln());
                 let (mut first, mut last) = (pair(fast), pair(slow));
                 if truncate {
                     (first, last) = (first.floor(), last.ceil());

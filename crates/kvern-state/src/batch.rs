@@ -190,9 +190,11 @@ impl Append<'_> {
             let segment = Segment { start: plan.positions.len(), count: growth.count(), past: row.len(), tables };
             plan.positions.extend((row.len()..row.len() + growth.count()).map(|position| position as u32));
             plan.segments.push(segment);
-            plan.copies.extend(growth.copies().filter_map(|(group, copy)| {
-                Some(PageCopy { group, from: row.tail(group)?.id(), to: copy.id() })
-            }));
+            plan.copies.extend(
+                growth
+                    .copies()
+                    .filter_map(|(group, copy)| Some(PageCopy { group, from: row.tail(group)?.id(), to: copy.id() })),
+            );
         }
         Ok(plan)
     }

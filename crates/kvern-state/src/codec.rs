@@ -51,8 +51,12 @@ impl Codec {
     pub fn decode(self, bytes: &[u8], out: &mut [f32]) {
         match self {
             Self::F32 => bytes.as_chunks().0.iter().zip(out).for_each(|(b, out)| *out = f32::from_le_bytes(*b)),
-            Self::F16 => bytes.as_chunks().0.iter().zip(out).for_each(|(b, out)| *out = f16::from_le_bytes(*b).to_f32()),
-            Self::Bf16 => bytes.as_chunks().0.iter().zip(out).for_each(|(b, out)| *out = bf16::from_le_bytes(*b).to_f32()),
+            Self::F16 => {
+                bytes.as_chunks().0.iter().zip(out).for_each(|(b, out)| *out = f16::from_le_bytes(*b).to_f32())
+            }
+            Self::Bf16 => {
+                bytes.as_chunks().0.iter().zip(out).for_each(|(b, out)| *out = bf16::from_le_bytes(*b).to_f32())
+            }
         }
     }
 }

@@ -22,7 +22,8 @@ const GPT2: &str = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]
 /// The words of Llama 3: case-insensitive contractions, up to three digits, punctuation takes line ends along.
 const LLAMA3: &str = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+";
 /// The words of Qwen2: as Llama 3, but digits one by one.
-const QWEN2: &str = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+";
+const QWEN2: &str =
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+";
 
 /// Reads tokenizer and template from metadata.
 pub(crate) fn text(metadata: &Metadata) -> Result<Text, Error> {
@@ -37,7 +38,8 @@ pub(crate) fn text(metadata: &Metadata) -> Result<Text, Error> {
         }
     };
     let types = metadata.ints("tokenizer.ggml.token_type")?.unwrap_or_default();
-    let of_type = |wanted: i64| tokens.iter().zip(types).filter(move |(_, kind)| **kind == wanted).map(|(token, _)| token);
+    let of_type =
+        |wanted: i64| tokens.iter().zip(types).filter(move |(_, kind)| **kind == wanted).map(|(token, _)| token);
     inner.add_special_tokens(of_type(CONTROL).map(|token| AddedToken::from(token.clone(), true)))?;
     inner.add_tokens(of_type(USER_DEFINED).map(|token| AddedToken::from(token.clone(), false).normalized(false)))?;
 
@@ -59,9 +61,8 @@ pub(crate) fn text(metadata: &Metadata) -> Result<Text, Error> {
     }
     let stops: BTreeSet<u32> = [eos, id("eot")?, id("eom")?].into_iter().flatten().collect();
     let source = metadata.str("tokenizer.chat_template")?;
-    let template = source
-        .map(|source| ChatTemplate::new(source, spelled(bos).as_deref(), spelled(eos).as_deref()))
-        .transpose()?;
+    let template =
+        source.map(|source| ChatTemplate::new(source, spelled(bos).as_deref(), spelled(eos).as_deref())).transpose()?;
     Ok(Text { tokenizer: Tokenizer::new(inner, stops), template })
 }
 

@@ -79,7 +79,12 @@ impl Checkpoint {
             (entry.name, Stored { mapping: mapping.clone(), range: entry.range, shape: entry.shape, kind })
         });
         let bytes = mapping.bytes().len() as u64;
-        Ok(Self { source: Source::Gguf(Arc::new(file.metadata)), tensors: tensors.collect(), taken: BTreeSet::new(), bytes })
+        Ok(Self {
+            source: Source::Gguf(Arc::new(file.metadata)),
+            tensors: tensors.collect(),
+            taken: BTreeSet::new(),
+            bytes,
+        })
     }
 
     fn open_directory(path: &Path) -> Result<Self, Error> {
@@ -94,7 +99,10 @@ impl Checkpoint {
         }
         files.sort();
         if files.is_empty() {
-            return Err(Error::NotAModel { path: path.to_path_buf(), expected: "the directory has no *.safetensors file" });
+            return Err(Error::NotAModel {
+                path: path.to_path_buf(),
+                expected: "the directory has no *.safetensors file",
+            });
         }
         let (mut tensors, mut bytes) = (BTreeMap::new(), 0);
         for file in files {
@@ -218,7 +226,8 @@ impl Checkpoint {
         };
         let outer = |shape: &[usize]| shape[..shape.len() - 1].to_vec();
         if scale_shape != bias_shape || outer(codes) != outer(shape) || outer(scale_shape) != outer(shape) {
-            let what = format!("codes {codes:?}, scales {scale_shape:?} and biases {bias_shape:?} do not make {shape:?}");
+            let what =
+                format!("codes {codes:?}, scales {scale_shape:?} and biases {bias_shape:?} do not make {shape:?}");
             return Err(bad(what));
         }
         let whole = |n: usize, by: usize| if by > 0 && n.is_multiple_of(by) { Some(n / by) } else { None };

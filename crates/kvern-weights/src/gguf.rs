@@ -150,9 +150,14 @@ impl Gguf {
         }
         let metadata = Metadata(metadata);
         let alignment = metadata.int("general.alignment")?.unwrap_or(32);
-        let alignment = usize::try_from(alignment).ok().filter(|a| a.is_power_of_two() && *a <= 1 << 20).ok_or_else(|| {
-            Error::Metadata { key: "general.alignment".into(), expected: "a power of two", found: alignment.to_string() }
-        })?;
+        let alignment =
+            usize::try_from(alignment).ok().filter(|a| a.is_power_of_two() && *a <= 1 << 20).ok_or_else(|| {
+                Error::Metadata {
+                    key: "general.alignment".into(),
+                    expected: "a power of two",
+                    found: alignment.to_string(),
+                }
+            })?;
         let mut found = Vec::with_capacity(tensors);
         for _ in 0..tensors {
             found.push(reader.description()?);
@@ -190,7 +195,8 @@ impl Description {
         if self.shape.last().is_none_or(|cols| !cols.is_multiple_of(block)) {
             return Err(bad("its rows are not whole blocks"));
         }
-        let length = self.shape.iter().try_fold(1usize, |n, &d| n.checked_mul(d)).ok_or_else(|| bad("its size overflows"))?;
+        let length =
+            self.shape.iter().try_fold(1usize, |n, &d| n.checked_mul(d)).ok_or_else(|| bad("its size overflows"))?;
         let length = (length / block).checked_mul(bytes).ok_or_else(|| bad("its size overflows"))?;
         let offset = usize::try_from(self.offset).ok().filter(|offset| offset.is_multiple_of(alignment));
         let start = offset.ok_or_else(|| bad("its offset is not aligned"))?.checked_add(data);
@@ -280,7 +286,9 @@ impl<'a> Reader<'a> {
         for _ in 0..dimensions {
             let dimension = self.u64()?;
             let dimension = usize::try_from(dimension).ok().filter(|&d| d > 0);
-            shape.push(dimension.ok_or_else(|| self.damaged(at, format!("tensor `{name}` has an impossible dimension")))?);
+            shape.push(
+                dimension.ok_or_else(|| self.damaged(at, format!("tensor `{name}` has an impossible dimension")))?,
+            );
         }
         shape.reverse();
         Ok(Description { at, name, shape, kind: self.u32()?, offset: self.u64()? })
@@ -349,7 +357,9 @@ impl<'a> Reader<'a> {
         };
         let count = self.count(size)?;
         Ok(match kind {
-            6 | 12 => Value::Floats((0..count).map(|_| Ok(self.float(kind)?.unwrap_or_default())).collect::<Result<_, _>>()?),
+            6 | 12 => {
+                Value::Floats((0..count).map(|_| Ok(self.float(kind)?.unwrap_or_default())).collect::<Result<_, _>>()?)
+            }
             7 => Value::Bools((0..count).map(|_| self.bool()).collect::<Result<_, _>>()?),
             8 => Value::Strs((0..count).map(|_| self.string()).collect::<Result<_, _>>()?),
             _ => Value::Ints((0..count).map(|_| Ok(self.int(kind)?.unwrap_or_default())).collect::<Result<_, _>>()?),

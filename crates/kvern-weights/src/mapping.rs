@@ -67,7 +67,8 @@ impl Mapping {
             let (start, end) = (range.start.next_multiple_of(PAGE), range.end - range.end % PAGE);
             if start < end {
                 // SAFETY: the mapping is read-only and backed by the file, so a dropped page is read from the file again.
-                let advice = unsafe { map.unchecked_advise_range(memmap2::UncheckedAdvice::DontNeed, start, end - start) };
+                let advice =
+                    unsafe { map.unchecked_advise_range(memmap2::UncheckedAdvice::DontNeed, start, end - start) };
                 // A refusal only costs memory.
                 drop(advice);
             }

@@ -38,14 +38,7 @@ impl Part {
 }
 
 impl MlxParts {
-    pub(crate) fn decode(
-        &self,
-        stream: &[u8],
-        row: usize,
-        codes: &mut [u8],
-        scales: &mut [f32],
-        biases: &mut [f32],
-    ) {
+    pub(crate) fn decode(&self, stream: &[u8], row: usize, codes: &mut [u8], scales: &mut [f32], biases: &mut [f32]) {
         self.scales.row(row, scales);
         self.biases.row(row, biases);
         let bits = self.affine.bits as usize;

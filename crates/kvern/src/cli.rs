@@ -241,4 +241,3 @@ pub struct LogitsArgs {
     #[arg(long, short, value_name = "FILE")]
     pub output: PathBuf,
 }
-

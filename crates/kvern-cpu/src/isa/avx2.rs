@@ -16,7 +16,8 @@ pub struct Avx2(());
 impl Avx2 {
     /// The token, if this CPU has the set.
     pub fn detect() -> Option<Self> {
-        let has = is_x86_feature_detected!("avx2") && is_x86_feature_detected!("fma") && is_x86_feature_detected!("f16c");
+        let has =
+            is_x86_feature_detected!("avx2") && is_x86_feature_detected!("fma") && is_x86_feature_detected!("f16c");
         has.then_some(Self(()))
     }
 }
@@ -221,7 +222,10 @@ impl Isa for Avx2 {
                 } else {
                     // Full bytes would saturate, so even and odd bytes are multiplied as 16-bit words.
                     let low = _mm256_set1_epi16(255);
-                    let even = _mm256_madd_epi16(_mm256_and_si256(codes, low), _mm256_srai_epi16::<8>(_mm256_slli_epi16::<8>(x)));
+                    let even = _mm256_madd_epi16(
+                        _mm256_and_si256(codes, low),
+                        _mm256_srai_epi16::<8>(_mm256_slli_epi16::<8>(x)),
+                    );
                     let odd = _mm256_madd_epi16(_mm256_srli_epi16::<8>(codes), _mm256_srai_epi16::<8>(x));
                     _mm256_add_epi32(acc, _mm256_add_epi32(even, odd))
                 }

@@ -55,17 +55,25 @@ pub fn run(args: &BenchArgs, run: &RunArgs) -> Result<(), Error> {
         return print_json(&report);
     }
     let mut text = format!(
-        "{} threads, {}: reads {:.1} GB/s, {:.0} Gop/s\n", machine["threads"], machine["isa"], limits.read_gb_s, limits.dot_gops,
+        "{} threads, {}: reads {:.1} GB/s, {:.0} Gop/s\n",
+        machine["threads"], machine["isa"], limits.read_gb_s, limits.dot_gops,
     );
     let number = |value: &Value| value.as_f64().unwrap_or_default();
     for row in &report["prefill"].as_array().cloned().unwrap_or_default() {
         let share = number(&row["limit_share"]) * 100.0;
-        text += &format!("prompt {:>5}            {:>9.1} tok/s  {share:>5.1} % of the limit\n", row["tokens"], number(&row["tok_s"]));
+        text += &format!(
+            "prompt {:>5}            {:>9.1} tok/s  {share:>5.1} % of the limit\n",
+            row["tokens"],
+            number(&row["tok_s"])
+        );
     }
     for row in &report["decode"].as_array().cloned().unwrap_or_default() {
         let share = number(&row["limit_share"]) * 100.0;
         text += &format!(
-            "decode {:>5} at {:>5}   {:>9.1} tok/s  {share:>5.1} % of the limit\n", row["batch"], row["depth"], number(&row["tok_s"]),
+            "decode {:>5} at {:>5}   {:>9.1} tok/s  {share:>5.1} % of the limit\n",
+            row["batch"],
+            row["depth"],
+            number(&row["tok_s"]),
         );
     }
     print(&text)

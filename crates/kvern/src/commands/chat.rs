@@ -25,13 +25,18 @@ pub fn run(args: &ChatArgs, run: &RunArgs) -> Result<(), Error> {
             print("> ")?;
         }
         let Some(line) = lines.next() else { return Ok(()) };
-        let line = line.map_err(|source| Error::Io { action: "read", path: "standard input".into(), source, hint: "" })?;
+        let line =
+            line.map_err(|source| Error::Io { action: "read", path: "standard input".into(), source, hint: "" })?;
         if line.trim().is_empty() {
             continue;
         }
         messages.push(Message::new("user", line));
         let answer = answer(&mut runtime, &messages, args, !run.json)?;
-        if run.json { print_json(&report(&answer, &runtime))? } else { print("\n")? }
+        if run.json {
+            print_json(&report(&answer, &runtime))?
+        } else {
+            print("\n")?
+        }
         messages.push(Message::new("assistant", answer.text));
     }
 }
@@ -39,10 +44,11 @@ pub fn run(args: &ChatArgs, run: &RunArgs) -> Result<(), Error> {
 fn answer(runtime: &mut Runtime, messages: &[Message], args: &ChatArgs, show: bool) -> Result<Generation, Error> {
     let prompt = runtime.chat_prompt(messages)?;
     let mut written = Ok(());
-    let answer = runtime.generate(&prompt, args.max_tokens, &args.sampling.sampling(None), &args.sampling.stop, |piece| {
-        if show && written.is_ok() {
-            written = print(piece);
-        }
-    })?;
+    let answer =
+        runtime.generate(&prompt, args.max_tokens, &args.sampling.sampling(None), &args.sampling.stop, |piece| {
+            if show && written.is_ok() {
+                written = print(piece);
+            }
+        })?;
     written.map(|()| answer)
 }

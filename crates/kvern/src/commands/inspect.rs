@@ -32,7 +32,8 @@ pub fn run(model: &str, run: &RunArgs) -> Result<(), Error> {
     });
     let groups: Vec<_> = groups.collect();
     let presets = PRESETS.iter().map(|&codec| {
-        let groups: Vec<GroupSpec> = info.spec.groups().iter().map(|group| GroupSpec { k: codec, v: codec, ..group.clone() }).collect();
+        let groups: Vec<GroupSpec> =
+            info.spec.groups().iter().map(|group| GroupSpec { k: codec, v: codec, ..group.clone() }).collect();
         let bytes: usize = groups.iter().map(GroupSpec::column_bytes).sum();
         let spec = StateSpec::new(info.spec.page(), groups);
         (codec.raw().name(), bytes, spec.map_or(0, |spec| spec.tokens_in(budget)))
@@ -61,14 +62,26 @@ pub fn run(model: &str, run: &RunArgs) -> Result<(), Error> {
     }
     let mut text = format!(
         "{}\n{}: {} layers, hidden {}, {} heads, vocabulary {}, context {}\n",
-        path.display(), info.architecture, info.layers, info.hidden, info.heads, info.vocab, info.context,
+        path.display(),
+        info.architecture,
+        info.layers,
+        info.hidden,
+        info.heads,
+        info.vocab,
+        info.context,
     );
     let mib = |bytes: u64| bytes as f64 / f64::from(1 << 20);
     let kinds: Vec<String> = encodings.iter().map(|(kind, count)| format!("{count} {kind}")).collect();
-    text += &format!("file {:.1} MiB, packed {:.1} MiB; tensors: {}\n", mib(checkpoint.bytes()), mib(info.weight_bytes as u64), kinds.join(", "));
+    text += &format!(
+        "file {:.1} MiB, packed {:.1} MiB; tensors: {}\n",
+        mib(checkpoint.bytes()),
+        mib(info.weight_bytes as u64),
+        kinds.join(", ")
+    );
     for group in info.spec.groups() {
         text += &format!(
-            "state: attention, {} layers, {} key/value heads of {} and {}\n", group.layers, group.kv_heads, group.k_dim, group.v_dim,
+            "state: attention, {} layers, {} key/value heads of {} and {}\n",
+            group.layers, group.kv_heads, group.k_dim, group.v_dim,
         );
     }
     text += &format!("\n  --kv   bytes/token   tokens in {:.0} MiB\n", mib(budget));

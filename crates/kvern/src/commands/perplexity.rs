@@ -26,7 +26,12 @@ struct Totals {
 }
 
 pub fn run(args: &PerplexityArgs, run: &RunArgs) -> Result<(), Error> {
-    let text = fs::read(&args.file).map_err(|source| Error::Io { action: "read", path: args.file.clone(), source, hint: "" })?;
+    let text = fs::read(&args.file).map_err(|source| Error::Io {
+        action: "read",
+        path: args.file.clone(),
+        source,
+        hint: "",
+    })?;
     let text = String::from_utf8(text).map_err(|e| Error::Input {
         path: args.file.clone(),
         expected: "a UTF-8 text",
@@ -78,7 +83,8 @@ impl Totals {
                 self.predicted += 1;
             }
             if let Some(reference) = reference.get(position) {
-                let divergence = reference.iter().zip(&*logits).map(|(p, q)| f64::from(*p).exp() * (f64::from(*p) - f64::from(*q)));
+                let divergence =
+                    reference.iter().zip(&*logits).map(|(p, q)| f64::from(*p).exp() * (f64::from(*p) - f64::from(*q)));
                 self.divergences.push(divergence.sum());
                 self.agreements += usize::from(best(reference) == best(logits));
             }
@@ -99,7 +105,10 @@ impl Totals {
             report["kl_mean"] = mean.into();
             report["kl_p99"] = p99.into();
             report["top1_agreement"] = agreement.into();
-            text += &format!("divergence mean {mean:.3e}, 99th percentile {p99:.3e}; same best token {:.2} %\n", agreement * 100.0);
+            text += &format!(
+                "divergence mean {mean:.3e}, 99th percentile {p99:.3e}; same best token {:.2} %\n",
+                agreement * 100.0
+            );
         }
         if run.json { print_json(&report) } else { print(&text) }
     }
