@@ -25,24 +25,18 @@ pub fn run(args: &BenchArgs, run: &RunArgs) -> Result<(), Error> {
         "threads": engine.backend().pool().threads(),
         "isa": engine.backend().set().name(),
     });
-    let repeat = |mut run: Box<dyn FnMut() -> Result<f64, Error> + '_>| -> Result<f64, Error> {
-        let mut best = 0.0f64;
-        for _ in 0..args.repeat.max(1) {
-            best = best.max(run()?);
-        }
-        Ok(best)
-    };
+    let repeat = args.repeat.max(1);
     let (mut prefill, mut decode): (Vec<Value>, Vec<Value>) = (Vec::new(), Vec::new());
     for &tokens in &args.prompt {
         let what = format!("prompt of {tokens}");
-        let rate = busy(what, || repeat(Box::new(|| prompt_rate(engine, tokens))))?;
+        let rate = busy(what, || prompt_rate(engine, tokens, repeat))?;
         let limit = limits.dot_gops * 1e9 / (2.0 * engine.info().layer_parameters as f64);
         prefill.push(json!({ "tokens": tokens, "tok_s": rate, "limit_share": rate / limit }));
     }
     for &depth in &args.depth {
         for &batch in &args.batch {
             let what = format!("{batch} rows at depth {depth}");
-            let rate = busy(what, || repeat(Box::new(|| decode_rate(engine, batch, depth, args.generate))))?;
+            let rate = busy(what, || decode_rate(engine, batch, depth, args.generate, repeat))?;
             let info = engine.info();
             let column: usize = info.spec.groups().iter().map(|group| group.column_bytes()).sum();
             let state = batch * column * (depth + args.generate / 2);
@@ -84,43 +78,49 @@ fn tokens(count: usize, vocab: usize, salt: usize) -> Vec<u32> {
     (0..count).map(|i| ((i + 1) * 7919 + salt * 104_729) % vocab).map(|id| id as u32).collect()
 }
 
-/// Tokens per second of a prompt, up to its first token.
-fn prompt_rate(engine: &mut Engine<Cpu>, count: usize) -> Result<f64, Error> {
+/// Tokens per second of a prompt, up to its first token: the best of `repeat`.
+fn prompt_rate(engine: &mut Engine<Cpu>, count: usize, repeat: usize) -> Result<f64, Error> {
     let prompt = tokens(count, engine.info().vocab, 0);
-    let start = Instant::now();
-    engine.submit(Request::new(prompt, 1))?;
-    while !engine.is_idle() {
-        engine.step()?;
+    let mut best = 0.0f64;
+    for _ in 0..repeat {
+        let start = Instant::now();
+        engine.submit(Request::new(prompt.clone(), 1))?;
+        while !engine.is_idle() {
+            engine.step()?;
+        }
+        best = best.max(count as f64 / start.elapsed().as_secs_f64());
     }
-    Ok(count as f64 / start.elapsed().as_secs_f64())
+    Ok(best)
 }
 
-/// Tokens per second of `batch` rows together, each with `depth` tokens before the first timed step.
-fn decode_rate(engine: &mut Engine<Cpu>, batch: usize, depth: usize, generate: usize) -> Result<f64, Error> {
+/// Tokens per second of `batch` rows together, each with `depth` tokens before the first timed step: the best of `repeat` runs of
+/// `generate` steps, one after another.
+fn decode_rate(
+    engine: &mut Engine<Cpu>,
+    batch: usize,
+    depth: usize,
+    generate: usize,
+    repeat: usize,
+) -> Result<f64, Error> {
     let vocab = engine.info().vocab;
+    let mut ids = Vec::new();
     for row in 0..batch {
-        engine.submit(Request::new(tokens(depth.max(1), vocab, row), generate + 1))?;
+        // Prompts end in different steps: rows that are ahead generate until the last one has read its prompt.
+        let ahead = batch * depth.div_ceil(64) + 1;
+        ids.push(engine.submit(Request::new(tokens(depth.max(1), vocab, row), ahead + generate * repeat))?);
     }
-    // Prompts end in different steps; a row that is ahead has generated a few tokens before the clock starts.
     let mut seen = std::collections::BTreeSet::new();
     while seen.len() < batch {
         seen.extend(engine.step()?.into_iter().map(|event| event.id));
     }
-    let (start, mut generated) = (Instant::now(), 0);
-    while !engine.is_idle() {
-        let events = engine.step()?;
-        if events.len() < batch {
-            // The first row ended in the step before: what is left is a smaller batch.
-            for event in events {
-                engine.cancel(event.id);
-            }
-            break;
+    let mut best = 0.0f64;
+    for _ in 0..repeat {
+        let (start, mut generated) = (Instant::now(), 0);
+        for _ in 0..generate {
+            generated += engine.step()?.len();
         }
-        generated += events.len();
+        best = best.max(generated as f64 / start.elapsed().as_secs_f64());
     }
-    let rate = generated as f64 / start.elapsed().as_secs_f64();
-    while !engine.is_idle() {
-        engine.step()?;
-    }
-    Ok(rate)
+    ids.into_iter().for_each(|id| engine.cancel(id));
+    Ok(best)
 }

@@ -1,0 +1,161 @@
+"""Small random checkpoints in the hub's layout, with logits and greedy tokens by mlx-lm in float32.
+
+Weights are stored in float16, which float32 holds exactly. mlx-lm reads `rope_theta` and `rope_scaling`; a checkpoint with the newer
+`rope_parameters` is run by mlx-lm under the older names.
+"""
+
+import json
+
+import gguf
+import mlx.core as mx
+import numpy as np
+from mlx_lm.utils import load_model
+from safetensors.numpy import save_file
+
+from common import FIXTURES, write_json
+
+OUT = FIXTURES / "models"
+BASE = {
+    "hidden_size": 32, "num_hidden_layers": 2, "intermediate_size": 64, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 16, "rms_norm_eps": 1e-5, "vocab_size": 96, "max_position_embeddings": 512,
+    "rope_theta": 10000.0, "tie_word_embeddings": False,
+}
+CASES = {
+    "llama": {"model_type": "llama"},
+    "llama-tied": {"model_type": "llama", "tie_word_embeddings": True, "attention_bias": True, "mlp_bias": True},
+    "llama-linear": {"model_type": "llama", "rope_scaling": {"type": "linear", "factor": 4.0}},
+    "llama-llama3": {
+        "model_type": "llama", "rope_theta": 500.0,
+        "rope_scaling": {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+                         "original_max_position_embeddings": 64},
+    },
+    "llama-yarn": {
+        "model_type": "llama", "rope_theta": 500.0,
+        "rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64},
+    },
+    "mistral": {"model_type": "mistral", "num_key_value_heads": 1, "sliding_window": None},
+    # mlx-lm takes the head dimension of qwen2 from hidden size and heads.
+    "qwen2": {"model_type": "qwen2", "hidden_size": 64, "tie_word_embeddings": True},
+    "qwen3": {"model_type": "qwen3", "num_key_value_heads": 4},
+}
+LENGTHS = [24, 200]
+
+
+def weights(config: dict, seed: int) -> dict:
+    random = np.random.default_rng(seed)
+    hidden, heads, kv = config["hidden_size"], config["num_attention_heads"], config["num_key_value_heads"]
+    dim, ffn, vocab = config["head_dim"], config["intermediate_size"], config["vocab_size"]
+    out = {}
+
+    def matrix(name, rows, cols, bias=False):
+        out[f"{name}.weight"] = random.normal(0, 1.6 / np.sqrt(cols), (rows, cols))
+        if bias:
+            out[f"{name}.bias"] = random.normal(0, 0.5, rows)
+
+    def norm(name, width):
+        out[f"{name}.weight"] = 1 + random.normal(0, 0.2, width)
+
+    qkv_bias = config.get("attention_bias", False) or config["model_type"] == "qwen2"
+    matrix("model.embed_tokens", vocab, hidden)
+    out["model.embed_tokens.weight"] *= 3
+    norm("model.norm", hidden)
+    if not config["tie_word_embeddings"]:
+        matrix("lm_head", vocab, hidden)
+    for i in range(config["num_hidden_layers"]):
+        layer = f"model.layers.{i}"
+        norm(f"{layer}.input_layernorm", hidden)
+        norm(f"{layer}.post_attention_layernorm", hidden)
+        matrix(f"{layer}.self_attn.q_proj", heads * dim, hidden, qkv_bias)
+        matrix(f"{layer}.self_attn.k_proj", kv * dim, hidden, qkv_bias)
+        matrix(f"{layer}.self_attn.v_proj", kv * dim, hidden, qkv_bias)
+        matrix(f"{layer}.self_attn.o_proj", hidden, heads * dim, config.get("attention_bias", False))
+        if config["model_type"] == "qwen3":
+            norm(f"{layer}.self_attn.q_norm", dim)
+            norm(f"{layer}.self_attn.k_norm", dim)
+        for name, rows, cols in [("gate_proj", ffn, hidden), ("up_proj", ffn, hidden), ("down_proj", hidden, ffn)]:
+            matrix(f"{layer}.mlp.{name}", rows, cols, config.get("mlp_bias", False))
+    return {name: value.astype(np.float16) for name, value in out.items()}
+
+
+def goldens(path, config: dict) -> None:
+    model, _ = load_model(path, model_config={k: v for k, v in config.items()})
+    model.set_dtype(mx.float32)
+    tensors, tokens = {}, {}
+    for length in LENGTHS:
+        prompt = [(7 * i * i + 3 * i + 1) % config["vocab_size"] for i in range(length)]
+        logits = np.array(model(mx.array([prompt])))[0]
+        row = list(prompt)
+        for _ in range(16):
+            row.append(int(np.argmax(np.array(model(mx.array([row])))[0, -1])))
+        # All positions of the short prompt, the last ones of the long one.
+        tensors[f"logits.{length}"] = np.ascontiguousarray(logits[-32:]).astype(np.float32)
+        tokens[str(length)] = {"prompt": prompt, "greedy": row[length:]}
+    save_file(tensors, path / "goldens.safetensors_")
+    # Not `.safetensors`: a loader takes every such file of a directory for weights.
+    (path / "goldens.safetensors_").rename(path / "goldens.bin")
+    write_json(path / "goldens.json", tokens)
+
+
+def interleave(weight: np.ndarray, heads: int) -> np.ndarray:
+    """llama.cpp's order of the rows of Q and K: pairs that rotate together lie side by side."""
+    return weight.reshape(heads, 2, -1, weight.shape[-1]).swapaxes(1, 2).reshape(weight.shape)
+
+
+def to_gguf(path, config: dict, tensors: dict) -> None:
+    names = {
+        "model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output",
+        "input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm", "self_attn.q_proj": "attn_q",
+        "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v", "self_attn.o_proj": "attn_output",
+        "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up", "mlp.down_proj": "ffn_down",
+    }
+    writer = gguf.GGUFWriter(path / "model.gguf", "llama")
+    writer.add_block_count(config["num_hidden_layers"])
+    writer.add_context_length(config["max_position_embeddings"])
+    writer.add_embedding_length(config["hidden_size"])
+    writer.add_feed_forward_length(config["intermediate_size"])
+    writer.add_head_count(config["num_attention_heads"])
+    writer.add_head_count_kv(config["num_key_value_heads"])
+    writer.add_key_length(config["head_dim"])
+    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
+    writer.add_rope_freq_base(config["rope_theta"])
+    writer.add_vocab_size(config["vocab_size"])
+    for name, value in tensors.items():
+        base, kind = name.rsplit(".", 1)
+        heads = {"q_proj": config["num_attention_heads"], "k_proj": config["num_key_value_heads"]}.get(base.split(".")[-1])
+        if heads:
+            value = interleave(value, heads)
+        if base.startswith("model.layers."):
+            _, _, index, part = base.split(".", 3)
+            base = f"blk.{index}.{names[part]}"
+        else:
+            base = names[base]
+        value = value.astype(np.float32) if value.ndim == 1 else value
+        writer.add_tensor(f"{base}.{kind}", value)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def main() -> None:
+    for seed, (name, changes) in enumerate(CASES.items()):
+        config = BASE | changes
+        path = OUT / name
+        path.mkdir(parents=True, exist_ok=True)
+        tensors = weights(config, seed)
+        save_file(tensors, path / "model.safetensors")
+        write_json(path / "config.json", config)
+        goldens(path, config)
+        if name == "llama":
+            to_gguf(path, config, tensors)
+        if name == "llama-yarn":
+            # The newer layout of the same configuration.
+            newer = {key: value for key, value in config.items() if key not in ("rope_theta", "rope_scaling")}
+            newer["rope_parameters"] = config["rope_scaling"] | {"rope_theta": config["rope_theta"]}
+            write_json(path / "config.json", newer)
+    sizes = {p.name: sum(f.stat().st_size for f in p.iterdir()) for p in OUT.iterdir()}
+    print(json.dumps(sizes))
+
+
+if __name__ == "__main__":
+    main()
