@@ -91,6 +91,7 @@ fn byte_level(metadata: &Metadata, tokens: &[String]) -> Result<Inner, Error> {
             (vec![json!({ "type": "Digits", "individual_digits": true }), split(GPT2)], false)
         }
         "llama-bpe" | "llama3" | "llama-v3" => (vec![split(LLAMA3)], true),
+        // The model was trained on composed characters, though llama.cpp does not compose them.
         "qwen2" | "deepseek-r1-qwen" => (vec![split(QWEN2)], false),
         _ => {
             let known = "gpt-2, smollm, starcoder, refact, command-r, llama-bpe, qwen2 and deepseek-r1-qwen";
@@ -102,6 +103,9 @@ fn byte_level(metadata: &Metadata, tokens: &[String]) -> Result<Inner, Error> {
     let mut inner = Inner::new(model.ignore_merges(ignore_merges).build()?);
     let mut steps = words;
     steps.push(bytes.clone());
+    if found.ends_with("qwen2") || found.ends_with("qwen") {
+        inner.with_normalizer(Some(part::<tokenizers::NormalizerWrapper>(json!({ "type": "NFC" }))?))?;
+    }
     let steps = json!({ "type": "Sequence", "pretokenizers": steps });
     inner.with_pre_tokenizer(Some(part::<tokenizers::PreTokenizerWrapper>(steps)?));
     inner.with_decoder(Some(part::<tokenizers::DecoderWrapper>(bytes)?));

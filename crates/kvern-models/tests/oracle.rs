@@ -1,0 +1,187 @@
+//! Small random checkpoints against goldens of mlx-lm in float32; see `tools/oracle/models.py`.
+
+use std::fs;
+use std::path::{Path, PathBuf};
+
+use kvern_backend::{Backend, Reference};
+use kvern_cpu::{Cpu, CpuOptions, KernelSet};
+use kvern_models::{Error, LoadOptions, Model, load};
+use kvern_state::{Batch, Codec, Pool};
+use kvern_weights::Checkpoint;
+use safetensors::SafeTensors;
+use serde_json::Value;
+
+const CASES: [&str; 8] =
+    ["llama", "llama-tied", "llama-linear", "llama-llama3", "llama-yarn", "mistral", "qwen2", "qwen3"];
+const LENGTHS: [&str; 2] = ["24", "200"];
+const VOCAB: usize = 96;
+
+fn fixture(name: &str) -> PathBuf {
+    PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("../../tests/fixtures/models").join(name)
+}
+
+fn options(kv: Option<Codec>) -> LoadOptions<'static> {
+    LoadOptions { kv: kv.map(|codec| (codec, codec)), max_tokens: 256, max_outputs: 256, ..LoadOptions::default() }
+}
+
+fn open<B: Backend>(backend: &B, path: &Path, kv: Option<Codec>) -> Box<dyn Model<B>> {
+    load(backend, Checkpoint::open(path).unwrap(), &options(kv)).unwrap()
+}
+
+/// Runs `tokens` in steps of `chunk` and gives the logits of all positions.
+fn logits<B: Backend>(backend: &B, model: &mut dyn Model<B>, tokens: &[u32], chunk: usize) -> Vec<f32> {
+    let pool = Pool::new(model.info().spec.clone(), 1 << 30);
+    let mut pages = backend.pages(pool.spec()).unwrap();
+    let mut batch = Batch::new(&pool);
+    batch.prepare_admit(vec![(pool.row(), tokens.len())]).unwrap().commit();
+    let mut out = Vec::new();
+    for tokens in tokens.chunks(chunk) {
+        let append = batch.prepare_append(&[tokens.len()]).unwrap();
+        let outputs: Vec<u32> = (0..tokens.len() as u32).collect();
+        let step = backend.begin(append.plan(tokens, &outputs).unwrap(), &mut pages).unwrap();
+        let logits = model.forward(backend, &step, &mut pages).unwrap();
+        out.extend(backend.download(logits).unwrap());
+        append.commit();
+    }
+    out
+}
+
+fn argmax(logits: &[f32]) -> u32 {
+    (0..logits.len()).max_by(|&a, &b| logits[a].total_cmp(&logits[b])).unwrap() as u32
+}
+
+fn ids(value: &Value) -> Vec<u32> {
+    value.as_array().unwrap().iter().map(|id| id.as_u64().unwrap() as u32).collect()
+}
+
+/// Largest error over the golden positions of all lengths; greedy tokens must be identical if `greedy`.
+fn error<B: Backend>(backend: &B, path: &Path, goldens: &Path, kv: Option<Codec>, greedy: bool) -> f32 {
+    let mut model = open(backend, path, kv);
+    let file = fs::read(goldens.join("goldens.bin")).unwrap();
+    let file = SafeTensors::deserialize(&file).unwrap();
+    let tokens: Value = serde_json::from_slice(&fs::read(goldens.join("goldens.json")).unwrap()).unwrap();
+    let mut worst = 0.0f32;
+    for length in LENGTHS {
+        let golden = file.tensor(&format!("logits.{length}")).unwrap();
+        let golden: Vec<f32> = golden.data().as_chunks().0.iter().map(|b| f32::from_le_bytes(*b)).collect();
+        let mut row = ids(&tokens[length]["prompt"]);
+        let got = logits(backend, model.as_mut(), &row, 256);
+        let last = &got[got.len() - golden.len()..];
+        for (got, want) in last.iter().zip(&golden) {
+            let error = (got - want).abs();
+            worst = if error <= worst { worst } else { error };
+        }
+        if greedy {
+            let wanted = ids(&tokens[length]["greedy"]);
+            for want in wanted {
+                let got = logits(backend, model.as_mut(), &row, 256);
+                assert_eq!(argmax(&got[got.len() - VOCAB..]), want, "{} after {} tokens", path.display(), row.len());
+                row.push(want);
+            }
+        }
+    }
+    worst
+}
+
+fn cpu(set: KernelSet, exact: bool) -> Cpu {
+    Cpu::new(&CpuOptions { threads: Some(2), isa: Some(set.name().into()), exact }).unwrap()
+}
+
+#[test]
+fn the_reference_backend_computes_the_oracle_s_logits() {
+    for case in CASES {
+        let error = error(&Reference::new(), &fixture(case), &fixture(case), Some(Codec::F32), false);
+        assert!(error < 1e-4, "{case}: {error}");
+    }
+}
+
+#[test]
+fn the_cpu_in_exact_mode_computes_the_oracle_s_logits_and_tokens() {
+    for case in CASES {
+        for set in KernelSet::available() {
+            let error = error(&cpu(set, true), &fixture(case), &fixture(case), Some(Codec::F32), true);
+            assert!(error < 1e-4, "{case}, {}: {error}", set.name());
+        }
+    }
+}
+
+#[test]
+fn the_cpu_with_state_in_half_precision_stays_within_its_bound() {
+    for case in CASES {
+        for set in KernelSet::available() {
+            // Logits range over about ±10; keys and values carry 11 bits.
+            let error = error(&cpu(set, false), &fixture(case), &fixture(case), None, false);
+            assert!(error < 0.05, "{case}, {}: {error}", set.name());
+        }
+    }
+}
+
+#[test]
+fn a_gguf_file_gives_the_same_bits_as_its_checkpoint() {
+    let backend = cpu(KernelSet::available()[0], false);
+    let tokens: Vec<u32> = (0..70).map(|i| i * 5 % VOCAB as u32).collect();
+    let from = |path: &Path| logits(&backend, open(&backend, path, None).as_mut(), &tokens, 256);
+    assert!(from(&fixture("llama")) == from(&fixture("llama/model.gguf")));
+}
+
+#[test]
+fn chunks_do_not_change_a_bit() {
+    for case in CASES {
+        for set in KernelSet::available() {
+            let backend = cpu(set, false);
+            let mut model = open(&backend, &fixture(case), None);
+            let tokens: Vec<u32> = (0..150).map(|i| i * i % VOCAB as u32).collect();
+            let whole = logits(&backend, model.as_mut(), &tokens, 256);
+            for chunk in [1, 7, 64] {
+                let chunked = logits(&backend, model.as_mut(), &tokens, chunk);
+                assert!(chunked == whole, "{case}, {}, chunks of {chunk}", set.name());
+            }
+        }
+    }
+}
+
+/// Loads the `llama` fixture with a changed configuration.
+fn with_config(change: impl Fn(&mut Value)) -> Error {
+    let directory = tempfile::tempdir().unwrap();
+    let mut config: Value = serde_json::from_slice(&fs::read(fixture("llama/config.json")).unwrap()).unwrap();
+    change(&mut config);
+    fs::write(directory.path().join("config.json"), config.to_string()).unwrap();
+    fs::copy(fixture("llama/model.safetensors"), directory.path().join("model.safetensors")).unwrap();
+    match load(&Reference::new(), Checkpoint::open(directory.path()).unwrap(), &options(None)) {
+        Ok(_) => panic!("the configuration was accepted"),
+        Err(error) => error,
+    }
+}
+
+#[test]
+fn configurations_that_make_no_sense_are_errors_that_name_the_field() {
+    let cases: [(&str, Value, &str); 9] = [
+        ("model_type", "mystery".into(), "the architecture `mystery` is not supported"),
+        ("model_type", Value::Null, "`model_type`"),
+        ("hidden_size", Value::Null, "`hidden_size`"),
+        ("hidden_size", (-3).into(), "`hidden_size`"),
+        ("num_key_value_heads", 3.into(), "`num_attention_heads` should be a multiple"),
+        ("rope_scaling", serde_json::json!({ "rope_type": "spiral" }), "`rope_type`"),
+        ("rope_scaling", serde_json::json!({ "rope_type": "linear" }), "`rope_scaling.factor`"),
+        ("rope_theta", 0.5.into(), "`rope_theta`"),
+        ("vocab_size", 97.into(), "tensor `model.embed_tokens.weight` should have the shape [97, 32], found [96, 32]"),
+    ];
+    for (field, value, expected) in cases {
+        let error = with_config(|config| config[field] = value.clone()).to_string();
+        assert!(error.contains(expected), "{field}: {error}");
+    }
+    let error = with_config(|config| config["num_hidden_layers"] = 1.into()).to_string();
+    assert!(error.contains("belong to no part of this model"), "{error}");
+    let error = with_config(|config| config["num_hidden_layers"] = 3.into()).to_string();
+    assert!(error.contains("`model.layers.2.") && error.contains("missing"), "{error}");
+}
+
+#[test]
+fn an_old_sliding_window_limits_the_context() {
+    let directory = tempfile::tempdir().unwrap();
+    let mut config: Value = serde_json::from_slice(&fs::read(fixture("mistral/config.json")).unwrap()).unwrap();
+    config["sliding_window"] = 100.into();
+    fs::write(directory.path().join("config.json"), config.to_string()).unwrap();
+    fs::copy(fixture("mistral/model.safetensors"), directory.path().join("model.safetensors")).unwrap();
+    assert_eq!(open(&Reference::new(), directory.path(), None).info().context, 100);
+}

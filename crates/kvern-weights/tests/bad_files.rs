@@ -1,0 +1,103 @@
+//! Damaged files: always a typed error or a file that is still consistent, never a panic, never a huge allocation.
+
+use std::fs;
+use std::path::{Path, PathBuf};
+
+use kvern_weights::{Checkpoint, Error, Mapping};
+use proptest::prelude::*;
+
+fn fixture(name: &str) -> PathBuf {
+    PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("../../tests/fixtures").join(name)
+}
+
+/// Parses bytes as GGUF and, where that works, decodes everything.
+fn read(bytes: Vec<u8>) -> Result<usize, Error> {
+    let mut checkpoint = Checkpoint::from_gguf(&Mapping::from_bytes(Path::new("test.gguf"), bytes))?;
+    let names: Vec<String> = checkpoint.names().map(String::from).collect();
+    for name in &names {
+        // A damaged shape is consistent with the file's length, so decoding must stay in bounds.
+        match checkpoint.take(name, &[3, 256]) {
+            Ok(tensor) => drop(tensor.to_vec()),
+            Err(Error::Shape { found, .. }) => drop(checkpoint.take(name, &found)?.to_vec()),
+            Err(error) => return Err(error),
+        }
+    }
+    Ok(names.len())
+}
+
+#[test]
+fn every_truncation_is_an_error() {
+    let whole = fs::read(fixture("weights/formats.gguf")).unwrap();
+    assert_eq!(read(whole.clone()).unwrap(), 11);
+    for length in (0..whole.len() - 32).step_by(7) {
+        let error = read(whole[..length].to_vec()).unwrap_err();
+        assert!(matches!(error, Error::Damaged { .. } | Error::NotAModel { .. }), "{length}: {error}");
+    }
+}
+
+#[test]
+fn absurd_counts_and_lengths_are_refused_before_allocation() {
+    let whole = fs::read(fixture("weights/formats.gguf")).unwrap();
+    let patched = |at: usize, value: u64| {
+        let mut bytes = whole.clone();
+        bytes[at..at + 8].copy_from_slice(&value.to_le_bytes());
+        read(bytes).unwrap_err().to_string()
+    };
+    // Tensor count, metadata count, and the length of the first key.
+    for at in [8, 16, 24] {
+        for value in [u64::MAX, 1 << 62, 1 << 40, 1 << 20] {
+            assert!(patched(at, value).contains("is more than the file can hold"), "{at}: {value}");
+        }
+    }
+}
+
+#[test]
+fn versions_and_foreign_files_are_refused() {
+    let mut bytes = fs::read(fixture("weights/formats.gguf")).unwrap();
+    bytes[4] = 9;
+    assert!(read(bytes).unwrap_err().to_string().contains("version 9"));
+    assert!(matches!(read(b"PK\x03\x04 not a model".to_vec()), Err(Error::NotAModel { .. })));
+    assert!(matches!(read(Vec::new()), Err(Error::NotAModel { .. })));
+    assert!(matches!(Checkpoint::open(Path::new("/no/such/model")), Err(Error::Io { .. })));
+    let empty = tempfile::tempdir().unwrap();
+    assert!(matches!(Checkpoint::open(empty.path()), Err(Error::Io { .. })), "no config.json");
+    fs::write(empty.path().join("config.json"), "{").unwrap();
+    assert!(matches!(Checkpoint::open(empty.path()), Err(Error::Json { .. })));
+    fs::write(empty.path().join("config.json"), "{}").unwrap();
+    assert!(matches!(Checkpoint::open(empty.path()), Err(Error::NotAModel { .. })), "no weights");
+}
+
+#[test]
+fn damaged_safetensors_are_errors() {
+    let whole = fs::read(fixture("models/llama/model.safetensors")).unwrap();
+    let directory = tempfile::tempdir().unwrap();
+    fs::write(directory.path().join("config.json"), "{}").unwrap();
+    let open = |bytes: &[u8]| {
+        fs::write(directory.path().join("model.safetensors"), bytes).unwrap();
+        Checkpoint::open(directory.path())
+    };
+    assert!(open(&whole).is_ok());
+    for length in [0, 7, 8, 100, whole.len() / 2, whole.len() - 1] {
+        assert!(matches!(open(&whole[..length]), Err(Error::Damaged { .. })), "{length}");
+    }
+    for header in [u64::MAX, 1 << 40, whole.len() as u64] {
+        let mut bytes = whole.clone();
+        bytes[..8].copy_from_slice(&header.to_le_bytes());
+        assert!(matches!(open(&bytes), Err(Error::Damaged { .. })), "{header}");
+    }
+    // The same tensor in two shards.
+    fs::write(directory.path().join("other.safetensors"), &whole).unwrap();
+    assert!(open(&whole).unwrap_err().to_string().contains("also stands in another file"));
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(2000))]
+    #[test]
+    fn flipped_bits_never_panic(flips in prop::collection::vec((0usize..3000, 0u8..8), 1..6)) {
+        let mut bytes = fs::read(fixture("weights/formats.gguf")).unwrap();
+        for (at, bit) in flips {
+            bytes[at] ^= 1 << bit;
+        }
+        let _outcome = read(bytes);
+    }
+}
