@@ -1,0 +1,215 @@
+//! The promise: a row's tokens do not depend, to a bit, on what the engine does beside or below it.
+
+use std::path::PathBuf;
+
+use kvern_backend::{Backend, Slot};
+use kvern_cpu::{Cpu, CpuOptions, KernelSet};
+use kvern_engine::{Engine, EngineOptions, Error, Event, Finish, Request, RequestId, Sampling};
+use kvern_models::{LoadOptions, load};
+use kvern_state::{Batch, Codec, Pool};
+use kvern_weights::Checkpoint;
+
+const MODELS: [&str; 3] = ["llama", "qwen2", "qwen3"];
+
+fn fixture(name: &str) -> PathBuf {
+    PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("../../tests/fixtures/models").join(name)
+}
+
+struct Setup {
+    model: &'static str,
+    set: KernelSet,
+    threads: usize,
+    kv: Option<Codec>,
+    /// Tokens of a step: how prompts are cut.
+    step: usize,
+}
+
+fn engine(setup: &Setup, state_memory: u64) -> Engine<Cpu> {
+    let isa = Some(setup.set.name().into());
+    let cpu = Cpu::new(&CpuOptions { threads: Some(setup.threads), isa, exact: false }).unwrap();
+    let kv = setup.kv.map(|codec| (codec, codec));
+    let options = LoadOptions { kv, max_tokens: 512, max_outputs: 64, page: 16, progress: None };
+    let model = load(&cpu, Checkpoint::open(&fixture(setup.model)).unwrap(), &options).unwrap();
+    let options = EngineOptions { max_rows: 32, max_tokens: setup.step, state_memory: Some(state_memory), context: None };
+    Engine::new(cpu, model, options).unwrap()
+}
+
+/// Requests of all kinds; the first is the one that is watched.
+fn requests(count: usize) -> Vec<Request> {
+    let request = |index: usize| {
+        let length = [70, 3, 33, 1, 120, 16, 17][index % 7];
+        let prompt = (0..length).map(|i| ((i * (index + 3) + index * index) % 96) as u32).collect();
+        let sampling = Sampling {
+            temperature: [0.8, 0.0, 1.5][index % 3],
+            top_k: [0, 20][index % 2],
+            repetition_penalty: 1.1,
+            seed: index as u64,
+            logprobs: Some(2),
+            ..Sampling::default()
+        };
+        Request { sampling, ..Request::new(prompt, 24 + index % 5) }
+    };
+    (0..count).map(request).collect()
+}
+
+/// Runs everything and gives the events of each request, log-probabilities included.
+fn run(engine: &mut Engine<Cpu>, requests: Vec<Request>) -> Vec<Vec<Event>> {
+    let ids: Vec<RequestId> = requests.into_iter().map(|request| engine.submit(request).unwrap()).collect();
+    let mut events = vec![Vec::new(); ids.len()];
+    while !engine.is_idle() {
+        for event in engine.step().unwrap() {
+            events[ids.iter().position(|id| *id == event.id).unwrap()].push(event);
+        }
+    }
+    events
+}
+
+/// Events without the names of their requests.
+fn bits(events: &[Event]) -> Vec<(Option<(u32, u32)>, Option<Finish>)> {
+    let token = |event: &Event| event.token.as_ref().map(|token| (token.id, token.logprob.unwrap().to_bits()));
+    events.iter().map(|event| (token(event), event.finish)).collect()
+}
+
+#[test]
+fn tokens_depend_on_the_request_alone() {
+    for model in MODELS {
+        for set in KernelSet::available() {
+            for kv in [None, Some(Codec::Bf16), Some(Codec::F32)] {
+                let alone = Setup { model, set, threads: 1, kv, step: 512 };
+                let want = bits(&run(&mut engine(&alone, 1 << 30), requests(1))[0]);
+                for (company, threads, step) in [(1, 2, 1), (2, 1, 7), (7, 2, 64), (32, 5, 512), (32, 1, 33)] {
+                    let setup = Setup { threads, step: step.max(company), ..alone };
+                    let got = bits(&run(&mut engine(&setup, 1 << 30), requests(company))[0]);
+                    let how = format!("{model}, {}, {kv:?}, {company} rows, {threads} threads, {step}", set.name());
+                    assert!(got == want, "{how}");
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn tokens_do_not_depend_on_waiting_for_memory() {
+    let setup = Setup { model: "llama", set: *KernelSet::available().last().unwrap(), threads: 2, kv: None, step: 64 };
+    let mut roomy = engine(&setup, 1 << 30);
+    let want: Vec<_> = run(&mut roomy, requests(10)).iter().map(|events| bits(events)).collect();
+    // Room for the largest request, and little else.
+    let tight = roomy.info().spec.row_bytes(160);
+    let mut engine = engine(&setup, tight);
+    let got: Vec<_> = run(&mut engine, requests(10)).iter().map(|events| bits(events)).collect();
+    assert!(got == want);
+    assert_eq!((engine.usage().used, engine.usage().promised), (0, 0));
+}
+
+#[test]
+fn forks_and_rolled_back_drafts_leave_no_trace() {
+    for set in KernelSet::available() {
+        let cpu = Cpu::new(&CpuOptions { threads: Some(2), isa: Some(set.name().into()), exact: false }).unwrap();
+        let options = LoadOptions { max_tokens: 128, page: 16, ..LoadOptions::default() };
+        let mut model = load(&cpu, Checkpoint::open(&fixture("llama")).unwrap(), &options).unwrap();
+        let pool = Pool::new(model.info().spec.clone(), 1 << 24);
+        let mut pages = cpu.pages(pool.spec()).unwrap();
+        let tokens: Vec<u32> = (0..100).map(|i| i * 7 % 96).collect();
+        // Appends tokens to the only row of a batch or round; gives the logits of the last one.
+        macro_rules! append {
+            ($batch:expr, $tokens:expr) => {{
+                let append = $batch.prepare_append(&[$tokens.len()]).unwrap();
+                let plan = append.plan($tokens, &[$tokens.len() as u32 - 1]).unwrap();
+                let step = cpu.begin(plan, &mut pages).unwrap();
+                let logits = model.forward(&cpu, &step, &mut pages).unwrap();
+                let logits = cpu.download(logits).unwrap();
+                append.commit();
+                logits
+            }};
+        }
+        let start = || {
+            let mut batch = Batch::new(&pool);
+            batch.prepare_admit(vec![(pool.row(), 128)]).unwrap().commit();
+            batch
+        };
+        let mut plain = start();
+        append!(plain, &tokens[..40]);
+        let want = append!(plain, &tokens[40..60]);
+        for draft in 1..=20 {
+            for keep in 0..=draft.min(4) {
+                let mut batch = start();
+                append!(batch, &tokens[..40]);
+                // The draft begins with the true tokens and goes on with others.
+                let drafted: Vec<u32> = (0..draft).map(|i| if i < keep { tokens[40 + i] } else { 5 }).collect();
+                let mut round = batch.begin_round();
+                append!(round, &drafted);
+                round.commit(&[keep]).map_err(|(_, error)| error).unwrap();
+                let mut fork = batch.fork();
+                append!(fork, &[9; 3]);
+                let got = append!(batch, &tokens[40 + keep..60]);
+                assert!(got == want, "{}: {draft} drafted, {keep} kept", set.name());
+                for layer in 0..2 {
+                    let columns = |batch: &Batch| {
+                        let table: Vec<u32> = batch.rows()[0].table(0).collect();
+                        cpu.export(&pages, Slot { group: 0, layer }, &table, 60).unwrap()
+                    };
+                    assert!(columns(&batch) == columns(&plain), "the state is that of a row that never drafted");
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn requests_that_cannot_run_are_refused_at_once() {
+    let setup = Setup { model: "llama", set: KernelSet::available()[0], threads: 1, kv: None, step: 64 };
+    let mut engine = engine(&setup, 100_000);
+    let submit = |engine: &mut Engine<Cpu>, request: Request| engine.submit(request).unwrap_err();
+    assert!(matches!(submit(&mut engine, Request::new(vec![], 1)), Error::EmptyPrompt));
+    assert!(matches!(submit(&mut engine, Request::new(vec![96], 1)), Error::Token { token: 96, vocab: 96 }));
+    assert!(matches!(submit(&mut engine, Request::new(vec![1; 512], 1)), Error::Context { tokens: 512, context: 512 }));
+    assert!(matches!(submit(&mut engine, Request::new(vec![1; 400], 100)), Error::Memory { tokens: 500, .. }));
+    let sampling = Sampling { top_p: 2.0, ..Sampling::default() };
+    let request = Request { sampling, ..Request::new(vec![1], 1) };
+    assert!(matches!(submit(&mut engine, request), Error::Parameter { name: "top_p", .. }));
+    assert!(engine.is_idle());
+}
+
+#[test]
+fn generations_end_for_the_right_reason() {
+    let setup = Setup { model: "llama", set: KernelSet::available()[0], threads: 1, kv: None, step: 64 };
+    let mut engine = engine(&setup, 1 << 30);
+    let finish = |events: &[Event]| events.last().unwrap().finish;
+    let limited = run(&mut engine, vec![Request::new(vec![1, 2, 3], 9)]).remove(0);
+    assert_eq!((limited.len(), finish(&limited)), (9, Some(Finish::Length)));
+    let third = limited[2].token.as_ref().unwrap().id;
+    let first = limited.iter().position(|event| event.token.as_ref().unwrap().id == third).unwrap();
+    let stopped = Request { stops: [third].into(), ..Request::new(vec![1, 2, 3], 9) };
+    let stopped = run(&mut engine, vec![stopped]).remove(0);
+    assert_eq!((stopped.len(), finish(&stopped)), (first + 1, Some(Finish::Stop)));
+    assert_eq!(stopped.last().unwrap().token, None, "the stop token is no part of the answer");
+    let full = run(&mut engine, vec![Request::new(vec![1; 500], 1000)]).remove(0);
+    assert_eq!((full.len(), finish(&full)), (12, Some(Finish::Length)), "the context holds 512");
+    let nothing = run(&mut engine, vec![Request::new(vec![1], 0)]).remove(0);
+    assert_eq!((nothing.len(), finish(&nothing)), (1, Some(Finish::Length)));
+}
+
+#[test]
+fn a_cancelled_request_is_gone_and_the_others_do_not_notice() {
+    let setup = Setup { model: "llama", set: KernelSet::available()[0], threads: 1, kv: None, step: 64 };
+    let mut engine = engine(&setup, 1 << 30);
+    let want: Vec<_> = run(&mut engine, requests(4)).iter().map(|events| bits(events)).collect();
+    let ids: Vec<RequestId> = requests(4).into_iter().map(|request| engine.submit(request).unwrap()).collect();
+    let mut events = vec![Vec::new(); 4];
+    for step in 0.. {
+        if engine.is_idle() {
+            break;
+        }
+        for event in engine.step().unwrap() {
+            events[ids.iter().position(|id| *id == event.id).unwrap()].push(event);
+        }
+        if step == 5 {
+            engine.cancel(ids[1]);
+        }
+    }
+    for row in [0, 2, 3] {
+        assert!(bits(&events[row]) == want[row], "row {row}");
+    }
+    assert!(events[1].len() < want[1].len());
+    assert_eq!((engine.usage().used, engine.usage().promised), (0, 0));
+}
