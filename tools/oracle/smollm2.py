@@ -58,6 +58,10 @@ def decode_to_directory(path: str, directory: Path) -> None:
     }))
 
 
+def read_config(directory: Path) -> dict:
+    return json.loads((directory / "config.json").read_text())
+
+
 def float32_logits(path: str, tokens: list) -> np.ndarray:
     """Logits [tokens, vocabulary] of a GGUF file, computed in float32."""
     with tempfile.TemporaryDirectory() as directory:

@@ -181,7 +181,8 @@ impl Backend for Reference {
     fn rms_norm_in_place(&self, x: &mut Tensor, weight: &Vec<f32>, eps: f32) -> Result<(), Error> {
         Error::check("rms_norm", "remainder of the width", 0, x.width % weight.len())?;
         for x in x.data.chunks_exact_mut(weight.len()) {
-            Self::normalize(&x.to_vec(), weight, eps, x);
+            let before = x.to_vec();
+            Self::normalize(&before, weight, eps, x);
         }
         Ok(())
     }

@@ -76,13 +76,13 @@ impl Buffer {
     }
 
     /// The buffer as whole elements of `T`; a remainder of bytes is left out.
-    pub fn as_ref<T: Pod>(&self) -> &[T] {
+    pub fn view<T: Pod>(&self) -> &[T] {
         let whole = self.len - self.len % size_of::<T>();
         bytemuck::cast_slice(&self.bytes()[..whole])
     }
 
     /// The buffer as whole writable elements of `T`; a remainder of bytes is left out.
-    pub fn as_mut<T: Pod>(&mut self) -> &mut [T] {
+    pub fn view_mut<T: Pod>(&mut self) -> &mut [T] {
         let whole = self.len - self.len % size_of::<T>();
         bytemuck::cast_slice_mut(&mut self.bytes_mut()[..whole])
     }

@@ -8,8 +8,8 @@
 //! ```
 //! use kvern_base::Buffer;
 //! let mut buffer = Buffer::zeroed(100)?;
-//! buffer.as_mut::<f32>()[3] = 1.5;
-//! assert_eq!(buffer.as_ref::<f32>()[3], 1.5);
+//! buffer.view_mut::<f32>()[3] = 1.5;
+//! assert_eq!(buffer.view::<f32>()[3], 1.5);
 //! # Ok::<(), kvern_base::AllocError>(())
 //! ```
 

@@ -28,7 +28,7 @@ impl Limits {
     pub fn measure(cpu: &Cpu) -> Result<Self, AllocError> {
         let mut stream = Buffer::zeroed(STREAM)?;
         // Written once, so that every page exists.
-        stream.as_mut::<u64>().iter_mut().step_by(512).for_each(|word| *word = 1);
+        stream.view_mut::<u64>().iter_mut().step_by(512).for_each(|word| *word = 1);
         let blocks = stream.bytes().as_chunks::<64>().0;
         let read = best(3, || {
             cpu.pool().run(blocks.len(), 1 << 14, |range| cpu.set().run(Sum { blocks: &blocks[range] }));

@@ -2,11 +2,16 @@
 //!
 //! A tile is `R` rows × `P` panels of 16 outputs, with every accumulator in a register. Inputs are walked in ascending order, so an
 //! output's rounding is the same in a tile of one row and of six:
-//! - raw weights: one fused multiply-add per input;
+//! - raw weights: one fused multiply-add per input, in runs of 32 inputs whose sums are added up in order;
 //! - codes: integer dot products are exact within a group (high bytes of the activations first, then, after a shift, low bytes); each
 //!   group then adds `scale_w * scale_x * dot`, and `bias_w * Σx`.
 //!
 //! Threads split panels, never a sum.
+
+#![allow(
+    clippy::needless_range_loop,
+    reason = "tiles are indexed by constants; iterators would not keep them in registers"
+)]
 
 use kvern_base::{Raw, bf16, f16};
 
@@ -76,9 +81,9 @@ impl Kernel for Block<'_> {
     fn run<S: Isa>(self, isa: S) {
         let weight = self.product.weight;
         match &weight.body {
-            Body::Raw(Raw::F32, data) => self.rows(isa, &RawPanels { data: data.as_ref::<f32>(), x: self.x }),
-            Body::Raw(Raw::F16, data) => self.rows(isa, &RawPanels { data: data.as_ref::<f16>(), x: self.x }),
-            Body::Raw(Raw::Bf16, data) => self.rows(isa, &RawPanels { data: data.as_ref::<bf16>(), x: self.x }),
+            Body::Raw(Raw::F32, data) => self.rows(isa, &RawPanels { data: data.view::<f32>(), x: self.x }),
+            Body::Raw(Raw::F16, data) => self.rows(isa, &RawPanels { data: data.view::<f16>(), x: self.x }),
+            Body::Raw(Raw::Bf16, data) => self.rows(isa, &RawPanels { data: data.view::<bf16>(), x: self.x }),
             Body::Codes(codes) => {
                 let x = self.quantized;
                 match (codes.affine.bits, codes.affine.group) {
@@ -195,6 +200,8 @@ impl<E: Lane> Panels for RawPanels<'_, E> {
         panel: usize,
     ) -> [[S::F; P]; R] {
         const CHUNK: usize = 8;
+        // Chunks that are summed on their own: an error then grows with 32 terms and with the number of runs, not with all inputs.
+        const RUN: usize = 4;
         let all = self.data.as_chunks::<LANES>().0;
         let mut weights: [&[[E; LANES]]; P] = [&[]; P];
         for p in 0..P {
@@ -204,23 +211,31 @@ impl<E: Lane> Panels for RawPanels<'_, E> {
         for r in 0..R {
             rows[r] = self.x.row(row + r);
         }
-        let mut acc = [[isa.splat(0.0); P]; R];
+        let mut total = [[isa.splat(0.0); P]; R];
         let whole = inputs / CHUNK;
-        for chunk in 0..whole {
-            let mut w: [&[[E; LANES]; CHUNK]; P] = [&weights[0].as_chunks().0[chunk]; P];
-            for p in 1..P {
-                w[p] = &weights[p].as_chunks().0[chunk];
-            }
-            let mut x: [&[f32; CHUNK]; R] = [&rows[0].as_chunks().0[chunk]; R];
-            for r in 1..R {
-                x[r] = &rows[r].as_chunks().0[chunk];
-            }
-            for k in 0..CHUNK {
-                for p in 0..P {
-                    let w = E::load(isa, &w[p][k]);
-                    for r in 0..R {
-                        acc[r][p] = isa.fma(w, isa.splat(x[r][k]), acc[r][p]);
+        for run in (0..whole).step_by(RUN) {
+            let mut acc = [[isa.splat(0.0); P]; R];
+            for chunk in run..whole.min(run + RUN) {
+                let mut w: [&[[E; LANES]; CHUNK]; P] = [&weights[0].as_chunks().0[chunk]; P];
+                for p in 1..P {
+                    w[p] = &weights[p].as_chunks().0[chunk];
+                }
+                let mut x: [&[f32; CHUNK]; R] = [&rows[0].as_chunks().0[chunk]; R];
+                for r in 1..R {
+                    x[r] = &rows[r].as_chunks().0[chunk];
+                }
+                for k in 0..CHUNK {
+                    for p in 0..P {
+                        let w = E::load(isa, &w[p][k]);
+                        for r in 0..R {
+                            acc[r][p] = isa.fma(w, isa.splat(x[r][k]), acc[r][p]);
+                        }
                     }
+                }
+            }
+            for r in 0..R {
+                for p in 0..P {
+                    total[r][p] = isa.add(total[r][p], acc[r][p]);
                 }
             }
         }
@@ -228,11 +243,11 @@ impl<E: Lane> Panels for RawPanels<'_, E> {
             for p in 0..P {
                 let w = E::load(isa, &weights[p][k]);
                 for r in 0..R {
-                    acc[r][p] = isa.fma(w, isa.splat(rows[r][k]), acc[r][p]);
+                    total[r][p] = isa.fma(w, isa.splat(rows[r][k]), total[r][p]);
                 }
             }
         }
-        acc
+        total
     }
 }
 

@@ -71,7 +71,7 @@ impl Floats {
         }
         fn store<E: Element>(values: &[f32]) -> Result<Floats, AllocError> {
             let mut data = Buffer::of::<E>(values.len())?;
-            data.as_mut::<E>().iter_mut().zip(values).for_each(|(out, &x)| *out = E::from_f32(x));
+            data.view_mut::<E>().iter_mut().zip(values).for_each(|(out, &x)| *out = E::from_f32(x));
             Ok(Floats { raw: E::RAW, data })
         }
         if exact::<f16>(values) {
@@ -90,9 +90,9 @@ impl Floats {
 
     fn get(&self, index: usize) -> f32 {
         match self.raw {
-            Raw::F32 => self.data.as_ref::<f32>()[index],
-            Raw::F16 => self.data.as_ref::<f16>()[index].to_f32(),
-            Raw::Bf16 => self.data.as_ref::<bf16>()[index].to_f32(),
+            Raw::F32 => self.data.view::<f32>()[index],
+            Raw::F16 => self.data.view::<f16>()[index].to_f32(),
+            Raw::Bf16 => self.data.view::<bf16>()[index].to_f32(),
         }
     }
 
@@ -100,9 +100,9 @@ impl Floats {
     #[inline(always)]
     pub fn lanes<S: Isa>(&self, isa: S, index: usize) -> S::F {
         match self.raw {
-            Raw::F32 => f32::load(isa, &self.data.as_ref().as_chunks().0[index]),
-            Raw::F16 => f16::load(isa, &self.data.as_ref().as_chunks().0[index]),
-            Raw::Bf16 => bf16::load(isa, &self.data.as_ref().as_chunks().0[index]),
+            Raw::F32 => f32::load(isa, &self.data.view().as_chunks().0[index]),
+            Raw::F16 => f16::load(isa, &self.data.view().as_chunks().0[index]),
+            Raw::Bf16 => bf16::load(isa, &self.data.view().as_chunks().0[index]),
         }
     }
 }
@@ -168,7 +168,7 @@ impl Linear {
     pub fn row(&self, output: usize, out: &mut [f32]) {
         let (panel, lane) = (output / LANES, output % LANES);
         fn raw<E: Element>(data: &Buffer, panel: usize, lane: usize, out: &mut [f32]) {
-            let from = data.as_ref::<E>()[panel * out.len() * LANES..].iter().skip(lane).step_by(LANES);
+            let from = data.view::<E>()[panel * out.len() * LANES..].iter().skip(lane).step_by(LANES);
             out.iter_mut().zip(from).for_each(|(out, x)| *out = x.to_f32());
         }
         match &self.body {
@@ -193,7 +193,7 @@ fn pack_raw<E: Lane>(pool: &Pool, weight: &Weight) -> Result<Body, AllocError> {
     let panel = inputs * LANES;
     let panels = outputs.div_ceil(LANES);
     let mut data = Buffer::of::<E>(panels * panel)?;
-    let parts = Disjoint::new(data.as_mut::<E>());
+    let parts = Disjoint::new(data.view_mut::<E>());
     pool.each(panels, |index| {
         // SAFETY: panels are disjoint.
         let out = unsafe { parts.part(index * panel..(index + 1) * panel) };

@@ -132,8 +132,8 @@ impl Pages {
             let first = segment.past / layout.page;
             let last = (segment.past + segment.count).div_ceil(layout.page);
             pool.run(last - first, if segment.count * k.width() < 1 << 14 { last } else { 1 }, |range| {
-                for page in range.start + first..range.end + first {
-                    let Some(Some(part)) = parts.get(table[page] as usize) else { continue };
+                for (page, &id) in table.iter().enumerate().skip(range.start + first).take(range.len()) {
+                    let Some(Some(part)) = parts.get(id as usize) else { continue };
                     // SAFETY: a page with free columns belongs to one row, and items are disjoint in pages.
                     let bytes = unsafe { part.part(slot.layer * layer..(slot.layer + 1) * layer) };
                     let from = segment.past.max(page * layout.page);

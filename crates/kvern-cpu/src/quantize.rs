@@ -72,10 +72,10 @@ impl Quantized {
     pub fn fill(&mut self, set: KernelSet, pool: &Pool, x: &Tensor) {
         self.width = x.width();
         let (rows, groups) = (x.rows(), self.width / GROUP);
-        let codes = Disjoint::new(&mut self.codes.as_mut::<Planes>()[..2 * rows * groups]);
-        let scales = Disjoint::new(&mut self.scales.as_mut::<f32>()[..rows * groups]);
-        let sums = Disjoint::new(&mut self.sums.as_mut::<i32>()[..2 * rows * groups]);
-        let weighted = Disjoint::new(&mut self.weighted.as_mut::<f32>()[..rows * groups]);
+        let codes = Disjoint::new(&mut self.codes.view_mut::<Planes>()[..2 * rows * groups]);
+        let scales = Disjoint::new(&mut self.scales.view_mut::<f32>()[..rows * groups]);
+        let sums = Disjoint::new(&mut self.sums.view_mut::<i32>()[..2 * rows * groups]);
+        let weighted = Disjoint::new(&mut self.weighted.view_mut::<f32>()[..rows * groups]);
         pool.run(rows, 8, |range| {
             for row in range {
                 let by_group = row * groups..(row + 1) * groups;
@@ -94,10 +94,10 @@ impl Quantized {
     pub fn row(&self, row: usize) -> Row<'_> {
         let groups = self.width / GROUP;
         Row {
-            codes: &self.codes.as_ref::<Planes>()[row * 2 * groups..][..2 * groups],
-            scales: &self.scales.as_ref::<f32>()[row * groups..][..groups],
-            sums: &self.sums.as_ref::<i32>()[row * 2 * groups..][..2 * groups],
-            weighted: &self.weighted.as_ref::<f32>()[row * groups..][..groups],
+            codes: &self.codes.view::<Planes>()[row * 2 * groups..][..2 * groups],
+            scales: &self.scales.view::<f32>()[row * groups..][..groups],
+            sums: &self.sums.view::<i32>()[row * 2 * groups..][..2 * groups],
+            weighted: &self.weighted.view::<f32>()[row * groups..][..groups],
         }
     }
 }

@@ -41,12 +41,12 @@ impl Tensor {
 
     /// All rows in use, one after another.
     pub fn values(&self) -> &[f32] {
-        &self.data.as_ref()[..self.rows * self.width]
+        &self.data.view()[..self.rows * self.width]
     }
 
     /// All rows in use, writable.
     pub fn values_mut(&mut self) -> &mut [f32] {
-        &mut self.data.as_mut()[..self.rows * self.width]
+        &mut self.data.view_mut()[..self.rows * self.width]
     }
 
     /// One row.

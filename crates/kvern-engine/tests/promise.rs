@@ -30,7 +30,8 @@ fn engine(setup: &Setup, state_memory: u64) -> Engine<Cpu> {
     let kv = setup.kv.map(|codec| (codec, codec));
     let options = LoadOptions { kv, max_tokens: 512, max_outputs: 64, page: 16, progress: None };
     let model = load(&cpu, Checkpoint::open(&fixture(setup.model)).unwrap(), &options).unwrap();
-    let options = EngineOptions { max_rows: 32, max_tokens: setup.step, state_memory: Some(state_memory), context: None };
+    let options =
+        EngineOptions { max_rows: 32, max_tokens: setup.step, state_memory: Some(state_memory), context: None };
     Engine::new(cpu, model, options).unwrap()
 }
 
@@ -64,8 +65,11 @@ fn run(engine: &mut Engine<Cpu>, requests: Vec<Request>) -> Vec<Vec<Event>> {
     events
 }
 
+/// What must be equal: id and bits of the log-probability of each token, and the end.
+type Bits = (Option<(u32, u32)>, Option<Finish>);
+
 /// Events without the names of their requests.
-fn bits(events: &[Event]) -> Vec<(Option<(u32, u32)>, Option<Finish>)> {
+fn bits(events: &[Event]) -> Vec<Bits> {
     let token = |event: &Event| event.token.as_ref().map(|token| (token.id, token.logprob.unwrap().to_bits()));
     events.iter().map(|event| (token(event), event.finish)).collect()
 }
