@@ -18,8 +18,7 @@ import numpy as np
 from safetensors.numpy import load_file
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "oracle"))
-import llama64  # noqa: E402
-from smollm2 import float32_logits  # noqa: E402
+from llama_reference import float32_logits, float64_logits  # noqa: E402
 
 
 def own(kvern: str, path: str, tokens: list, flags=()) -> np.ndarray:
@@ -63,7 +62,7 @@ def main() -> None:
     print("| file | kvern KL | llama.cpp KL | largest logit error: kvern | kvern --exact |", "mlx-lm f32 |" if args.mlx else "")
     print("|---|---|---|---|---|", "---|" if args.mlx else "")
     for name, path in files.items():
-        reference = llama64.logits(path, tokens)
+        reference = float64_logits(path, tokens)
         largest = lambda logits: f"{np.abs(logits - reference).max():.1e}"
         mine, theirs = own(args.kvern, path, tokens), peer(path, tokens)
         exact = own(args.kvern, path, tokens, ["--exact"])

@@ -65,15 +65,20 @@ fn a_long_story_stays_free_of_special_tokens() {
 fn a_conversation_remembers_its_beginning() {
     use std::io::Write;
     let mut child = Command::new(env!("CARGO_BIN_EXE_kvern"))
-        .args(["chat", "-m", model(), "-n", "40"])
+        .args(["chat", "-m", model(), "-n", "40", "--json"])
         .stdin(Stdio::piped())
         .stdout(Stdio::piped())
         .stderr(Stdio::null())
         .spawn()
         .unwrap();
-    child.stdin.take().unwrap().write_all(b"My name is Alice.\n\nWhat is my name?\n").unwrap();
+    child.stdin.take().unwrap().write_all(b"What is the capital of France?\n\nAnd of Italy?\n").unwrap();
     let text = stdout(&child.wait_with_output().unwrap());
-    assert!(text.lines().count() >= 2 && text.contains("Alice"), "{text}");
+    let answers: Vec<Value> = serde_json::Deserializer::from_str(&text).into_iter().map(Result::unwrap).collect();
+    assert_eq!(answers.len(), 2, "an empty line is no question: {text}");
+    assert!(answers[1]["text"].as_str().unwrap().contains("Rome"), "{text}");
+    let tokens = |answer: &Value| answer["prompt_tokens"].as_u64().unwrap();
+    let said = answers[0]["tokens"].as_array().unwrap().len() as u64;
+    assert!(tokens(&answers[1]) > tokens(&answers[0]) + said, "the first turn is part of the second prompt");
 }
 
 #[test]
@@ -93,7 +98,7 @@ fn token_ids_are_those_of_llama_cpp() {
 }
 
 #[test]
-fn logits_are_those_of_a_float32_implementation() {
+fn logits_are_those_of_exact_arithmetic() {
     let golden = golden("logits.json");
     let (rows, columns, best) = (ids(&golden["rows"]), ids(&golden["columns"]), ids(&golden["argmax"]));
     let want = fs::read(fixture("logits.bin")).unwrap();
@@ -200,7 +205,7 @@ fn bad_input_is_explained() {
     fails(&["chat", &"word ".repeat(9000), "-m", model()], "the context holds 8192");
     fails(&["chat", "hi", "-m", model(), "--ctx", "20"], "the context holds 20");
     fails(&["chat", "hi", "-m", model(), "--state-memory", "1"], "the budget is 1048576 bytes");
-    fails(&["chat", "hi", "-m", model(), "-t", "-1"], "temperature should be");
+    fails(&["chat", "hi", "-m", model(), "--temperature=-1"], "temperature should be");
     fails(&["perplexity", "-m", model(), "-f", "/no/such/file"], "/no/such/file");
     fs::write(&cut, [0xFF, 0xFE, b'a']).unwrap();
     fails(&["perplexity", "-m", model(), "-f", cut.to_str().unwrap()], "is not a UTF-8 text");
