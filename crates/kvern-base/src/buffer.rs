@@ -17,7 +17,11 @@ pub struct AllocError {
 }
 
 /// An owned block of initialised bytes, aligned to [`ALIGN`].
+///
+/// Large blocks cost no memory until they are written: the system hands out zero pages. It does so only for ordinary alignments, so
+/// the block is allocated a little larger and its start moved up.
 pub struct Buffer {
+    block: NonNull<u8>,
     start: NonNull<u8>,
     len: usize,
 }
@@ -36,8 +40,10 @@ impl Buffer {
         let error = AllocError { bytes: len };
         let layout = Self::layout(len).ok_or(error.clone())?;
         // SAFETY: the layout's size is at least `ALIGN`, so never zero.
-        let start = NonNull::new(unsafe { alloc_zeroed(layout) }).ok_or(error)?;
-        Ok(Self { start, len })
+        let block = NonNull::new(unsafe { alloc_zeroed(layout) }).ok_or(error)?;
+        // SAFETY: the offset is below `ALIGN`, and the block is `ALIGN` bytes longer than `len`.
+        let start = unsafe { block.add(block.align_offset(ALIGN)) };
+        Ok(Self { block, start, len })
     }
 
     /// Zero elements of one type: `count * size_of::<T>()` bytes.
@@ -50,7 +56,7 @@ impl Buffer {
     }
 
     fn layout(len: usize) -> Option<Layout> {
-        Layout::from_size_align(len.max(1).checked_next_multiple_of(ALIGN)?, ALIGN).ok()
+        Layout::from_size_align(len.checked_add(ALIGN)?, size_of::<usize>()).ok()
     }
 
     /// Number of bytes asked for.
@@ -91,8 +97,8 @@ impl Buffer {
 impl Drop for Buffer {
     fn drop(&mut self) {
         let layout = Self::layout(self.len).expect("the same layout was valid when allocated");
-        // SAFETY: `start` came from `alloc_zeroed` with this very layout.
-        unsafe { dealloc(self.start.as_ptr(), layout) }
+        // SAFETY: `block` came from `alloc_zeroed` with this very layout.
+        unsafe { dealloc(self.block.as_ptr(), layout) }
     }
 }
 

@@ -3,6 +3,7 @@
 use std::collections::BTreeSet;
 use std::fs;
 use std::path::Path;
+use std::sync::{PoisonError, RwLock, RwLockReadGuard};
 
 use kvern_weights::Source;
 use serde_json::Value;
@@ -21,10 +22,9 @@ pub struct Text {
 /// Text to token ids and back.
 #[derive(Debug)]
 pub struct Tokenizer {
-    /// Recognizes control tokens written out in text.
-    inner: tokenizers::Tokenizer,
-    /// Takes control tokens in text for plain text.
-    plain: tokenizers::Tokenizer,
+    /// Recognizes control tokens written out in text, except while [`Self::encode_plain`] holds it. A second one would cost as much
+    /// memory as a small model's layers.
+    inner: RwLock<tokenizers::Tokenizer>,
     stops: BTreeSet<u32>,
 }
 
@@ -43,9 +43,11 @@ impl Text {
 
 impl Tokenizer {
     pub(crate) fn new(inner: tokenizers::Tokenizer, stops: BTreeSet<u32>) -> Self {
-        let mut plain = inner.clone();
-        plain.set_encode_special_tokens(true);
-        Self { inner, plain, stops }
+        Self { inner: RwLock::new(inner), stops }
+    }
+
+    fn read(&self) -> RwLockReadGuard<'_, tokenizers::Tokenizer> {
+        self.inner.read().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Token ids of a text, with the tokens that the model puts around a text (such as a beginning token) if `wrap`.
@@ -54,7 +56,7 @@ impl Tokenizer {
     /// # Errors
     /// [`Error::Tokenizer`] when the text cannot be represented.
     pub fn encode(&self, text: &str, wrap: bool) -> Result<Vec<u32>, Error> {
-        Ok(self.inner.encode_fast(text, wrap)?.get_ids().to_vec())
+        Ok(self.read().encode_fast(text, wrap)?.get_ids().to_vec())
     }
 
     /// As [`Self::encode`], for text that somebody else wrote: what looks like a control token stays plain text.
@@ -62,7 +64,11 @@ impl Tokenizer {
     /// # Errors
     /// [`Error::Tokenizer`] when the text cannot be represented.
     pub fn encode_plain(&self, text: &str) -> Result<Vec<u32>, Error> {
-        Ok(self.plain.encode_fast(text, false)?.get_ids().to_vec())
+        let mut inner = self.inner.write().unwrap_or_else(PoisonError::into_inner);
+        inner.set_encode_special_tokens(true);
+        let encoding = inner.encode_fast(text, false);
+        inner.set_encode_special_tokens(false);
+        Ok(encoding?.get_ids().to_vec())
     }
 
     /// The text of token ids, without special tokens.
@@ -70,7 +76,7 @@ impl Tokenizer {
     /// # Errors
     /// [`Error::Tokenizer`] when the decoder fails.
     pub fn decode(&self, ids: &[u32]) -> Result<String, Error> {
-        Ok(self.inner.decode(ids, true)?)
+        Ok(self.read().decode(ids, true)?)
     }
 
     /// The ids that end a generation.
@@ -80,12 +86,12 @@ impl Tokenizer {
 
     /// The id of a token given in the vocabulary's own spelling.
     pub fn id(&self, token: &str) -> Option<u32> {
-        self.inner.token_to_id(token)
+        self.read().token_to_id(token)
     }
 
     /// Number of ids, added tokens included.
     pub fn vocab(&self) -> usize {
-        self.inner.get_vocab_size(true)
+        self.read().get_vocab_size(true)
     }
 }
 

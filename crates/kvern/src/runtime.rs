@@ -2,7 +2,6 @@
 
 use std::ops::ControlFlow;
 use std::path::Path;
-use std::thread;
 use std::time::{Duration, Instant};
 
 use kvern_cpu::{Cpu, CpuOptions};
@@ -36,7 +35,7 @@ pub struct Options<'a> {
 }
 
 /// The most tokens of one step, and the most of them with logits.
-pub(crate) const STEP_TOKENS: usize = 512;
+pub(crate) const STEP_TOKENS: usize = 256;
 const STEP_OUTPUTS: usize = 128;
 /// Tokens of a page.
 const PAGE: usize = 64;
@@ -112,24 +111,16 @@ impl Runtime {
             page: PAGE,
             progress: progress.as_ref().map(|progress| progress as &dyn Fn(usize, usize) -> ControlFlow<()>),
         };
-        // The tokenizer is built beside the weights: it takes about as long.
-        let source = checkpoint.source().clone();
-        let (text, model) = thread::scope(|scope| {
-            let text = scope.spawn(move || Text::load(&source));
-            let model = load(&cpu, checkpoint, &load_options);
-            (text.join(), model)
-        });
-        let text = match text {
-            Ok(text) => text?,
-            Err(panic) => std::panic::resume_unwind(panic),
-        };
+        // Before the weights, which then reuse the memory that building a tokenizer frees.
+        let text = Text::load(checkpoint.source())?;
+        let model = load(&cpu, checkpoint, &load_options)?;
         let engine_options = EngineOptions {
             max_rows: STEP_OUTPUTS,
             max_tokens: STEP_TOKENS,
             state_memory: options.state_memory,
             context: options.context,
         };
-        let engine = Engine::new(cpu, model?, engine_options)?;
+        let engine = Engine::new(cpu, model, engine_options)?;
         Ok(Self { engine, text, load_time: start.elapsed() })
     }
 
