@@ -8,7 +8,9 @@ import json
 
 import gguf
 import mlx.core as mx
+import mlx.nn as nn
 import numpy as np
+from mlx.utils import tree_flatten
 from mlx_lm.utils import load_model
 from safetensors.numpy import save_file
 
@@ -33,6 +35,7 @@ CASES = {
         "model_type": "llama", "rope_theta": 500.0,
         "rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64},
     },
+    "llama-mlx": {"model_type": "llama", "tie_word_embeddings": True},
     "mistral": {"model_type": "mistral", "num_key_value_heads": 1, "sliding_window": None},
     # mlx-lm takes the head dimension of qwen2 from hidden size and heads.
     "qwen2": {"model_type": "qwen2", "hidden_size": 64, "tie_word_embeddings": True},
@@ -96,6 +99,20 @@ def goldens(path, config: dict) -> None:
     write_json(path / "goldens.json", tokens)
 
 
+def quantize(path, config: dict, bits: int) -> None:
+    """Rewrites a checkpoint as mlx-lm's converter would, with 4-bit attention and `bits` elsewhere."""
+    model, _ = load_model(path)
+    model.set_dtype(mx.float32)
+    width = lambda name, module: hasattr(module, "to_quantized") and {"group_size": 32, "bits": 4 if "self_attn" in name else bits}
+    nn.quantize(model, 32, bits, class_predicate=width)
+    overrides = {
+        name: {"group_size": 32, "bits": module.bits} for name, module in model.named_modules()
+        if hasattr(module, "bits") and module.bits != bits
+    }
+    mx.save_safetensors(str(path / "model.safetensors"), dict(tree_flatten(model.parameters())), {"format": "mlx"})
+    write_json(path / "config.json", config | {"quantization": {"group_size": 32, "bits": bits, **overrides}})
+
+
 def interleave(weight: np.ndarray, heads: int) -> np.ndarray:
     """llama.cpp's order of the rows of Q and K: pairs that rotate together lie side by side."""
     return weight.reshape(heads, 2, -1, weight.shape[-1]).swapaxes(1, 2).reshape(weight.shape)
@@ -145,6 +162,10 @@ def main() -> None:
         tensors = weights(config, seed)
         save_file(tensors, path / "model.safetensors")
         write_json(path / "config.json", config)
+        if name == "llama-mlx":
+            write_json(path / "config.json", config)
+            quantize(path, config, 6)
+            config = json.loads((path / "config.json").read_text())
         goldens(path, config)
         if name == "llama":
             to_gguf(path, config, tensors)

@@ -88,17 +88,12 @@ impl Cpu {
         &self.pool
     }
 
-    fn products(&self, x: &Tensor, products: &[(&Linear, &mut Tensor)]) -> Result<(), BackendError> {
-        for (weight, out) in products {
+    fn products(&self, x: &Tensor, outs: &mut [(&Linear, &mut Tensor)], store: Store) -> Result<(), BackendError> {
+        for (weight, out) in outs.iter() {
             BackendError::check("project", "width of the input", weight.inputs, x.width())?;
             BackendError::check("project", "width of the output", weight.outputs, out.width())?;
             BackendError::check("project", "rows of the output", x.rows(), out.rows())?;
         }
-        Ok(())
-    }
-
-    fn run_products(&self, x: &Tensor, outs: &mut [(&Linear, &mut Tensor)], store: Store) -> Result<(), BackendError> {
-        self.products(x, outs)?;
         let mut quantized = self.quantized.lock().unwrap_or_else(PoisonError::into_inner);
         if outs.iter().any(|(weight, _)| matches!(weight.body, Body::Codes(_))) {
             quantized.reserve(x.rows(), x.width())?;
@@ -187,11 +182,11 @@ impl Backend for Cpu {
     }
 
     fn project(&self, x: &Tensor, outs: &mut [(&Linear, &mut Tensor)]) -> Result<(), BackendError> {
-        self.run_products(x, outs, Store::Set)
+        self.products(x, outs, Store::Set)
     }
 
     fn project_add(&self, x: &Tensor, weight: &Linear, acc: &mut Tensor) -> Result<(), BackendError> {
-        self.run_products(x, &mut [(weight, acc)], Store::Add)
+        self.products(x, &mut [(weight, acc)], Store::Add)
     }
 
     fn rope_angles(

@@ -111,7 +111,9 @@ impl<B: Backend> Engine<B> {
     ///
     /// # Errors
     /// The backend's, for page storage.
-    pub fn new(backend: B, model: Box<dyn Model<B>>, options: EngineOptions) -> Result<Self, Error> {
+    pub fn new(backend: B, model: Box<dyn Model<B>>, mut options: EngineOptions) -> Result<Self, Error> {
+        // Every row that generates takes a token of the step.
+        options.max_rows = options.max_rows.min(options.max_tokens);
         let free = || memory::available().map_or(UNKNOWN_MEMORY, |bytes| (bytes as f64 * STATE_SHARE) as u64);
         let pool = Pool::new(model.info().spec.clone(), options.state_memory.unwrap_or_else(free));
         let pages = backend.pages(pool.spec())?;

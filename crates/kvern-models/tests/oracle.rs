@@ -11,8 +11,8 @@ use kvern_weights::Checkpoint;
 use safetensors::SafeTensors;
 use serde_json::Value;
 
-const CASES: [&str; 8] =
-    ["llama", "llama-tied", "llama-linear", "llama-llama3", "llama-yarn", "mistral", "qwen2", "qwen3"];
+const CASES: [&str; 9] =
+    ["llama", "llama-tied", "llama-linear", "llama-llama3", "llama-yarn", "llama-mlx", "mistral", "qwen2", "qwen3"];
 const LENGTHS: [&str; 2] = ["24", "200"];
 const VOCAB: usize = 96;
 
