@@ -29,7 +29,7 @@ mod error;
 mod reference;
 
 pub use error::Error;
-use kvern_state::{StateSpec, StepPlan};
+use kvern_state::{GroupSpec, StateSpec, StepPlan};
 use kvern_weights::Tensor as Weight;
 pub use reference::Reference;
 
@@ -51,6 +51,20 @@ pub struct Attention {
     pub heads: usize,
     /// Factor on every score.
     pub scale: f32,
+}
+
+impl Attention {
+    /// Checks the shapes, (rows, width), of queries and output for a step of `tokens` tokens.
+    ///
+    /// # Errors
+    /// [`Error::Shape`] naming the first that does not fit the group.
+    pub fn check(&self, group: &GroupSpec, tokens: usize, q: (usize, usize), out: (usize, usize)) -> Result<(), Error> {
+        Error::check("attend", "remainder of the heads", 0, self.heads % group.kv_heads)?;
+        Error::check("attend", "width of the queries", self.heads * group.k_dim, q.1)?;
+        Error::check("attend", "width of the output", self.heads * group.v_dim, out.1)?;
+        Error::check("attend", "rows of the queries", tokens, q.0)?;
+        Error::check("attend", "rows of the output", tokens, out.0)
+    }
 }
 
 /// The function on the gate of a gated unit.

@@ -276,9 +276,7 @@ impl Backend for Reference {
         out: &mut Tensor,
     ) -> Result<(), Error> {
         let group = &pages.spec.groups()[attention.slot.group];
-        Error::check("attend", "remainder of the heads", 0, attention.heads % group.kv_heads)?;
-        Error::check("attend", "width of the queries", attention.heads * group.k_dim, q.width)?;
-        Error::check("attend", "width of the output", attention.heads * group.v_dim, out.width)?;
+        attention.check(group, step.tokens.len(), (q.rows(), q.width), (out.rows(), out.width))?;
         let share = attention.heads / group.kv_heads;
         let (mut key, mut value) = (vec![0.0; group.k_dim], vec![0.0; group.v_dim]);
         for segment in &step.segments {

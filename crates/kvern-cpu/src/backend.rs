@@ -242,12 +242,8 @@ impl Backend for Cpu {
         q: &Tensor,
         out: &mut Tensor,
     ) -> Result<(), BackendError> {
-        let layout = pages.layout(attention.slot.group);
-        BackendError::check("attend", "remainder of the heads", 0, attention.heads % layout.heads)?;
-        BackendError::check("attend", "width of the queries", attention.heads * layout.k_dim, q.width())?;
-        BackendError::check("attend", "width of the output", attention.heads * layout.v_dim, out.width())?;
-        BackendError::check("attend", "rows of the queries", step.tokens.len(), q.rows())?;
-        BackendError::check("attend", "rows of the output", step.tokens.len(), out.rows())?;
+        let (q_shape, out_shape) = ((q.rows(), q.width()), (out.rows(), out.width()));
+        attention.check(pages.group(attention.slot.group), step.tokens.len(), q_shape, out_shape)?;
         attention::attend(self.set, &self.pool, step, pages, attention, q, out);
         Ok(())
     }

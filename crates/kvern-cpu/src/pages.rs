@@ -108,6 +108,11 @@ impl Pages {
         Ok(())
     }
 
+    /// What the model declared of a group.
+    pub fn group(&self, group: usize) -> &GroupSpec {
+        &self.spec.groups()[group]
+    }
+
     /// The layout of a group's pages.
     pub fn layout(&self, group: usize) -> Layout {
         Layout::new(self.spec.page(), &self.spec.groups()[group])

@@ -77,7 +77,7 @@ impl Pool {
         self.workers.len() + 1
     }
 
-    /// Runs `run` over `0..items` in ranges of at most `grain` items, on all threads, and waits for the end.
+    /// Runs `run` over `0..items` in ranges of at most `grain` items, on all threads, and waits for the end. Regions do not nest.
     ///
     /// # Panics
     /// When an item panics.

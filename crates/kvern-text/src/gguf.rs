@@ -17,6 +17,10 @@ use crate::{ChatTemplate, Error, Text, Tokenizer};
 const CONTROL: i64 = 3;
 const USER_DEFINED: i64 = 4;
 
+/// Control tokens that end a turn in the families' chat formats; many files name only one of theirs in the metadata.
+const TURN_ENDS: [&str; 7] =
+    ["<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|end|>", "<end_of_turn>", "<|endoftext|>", "<|end_of_text|>"];
+
 /// The words of GPT-2.
 const GPT2: &str = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+";
 /// The words of Llama 3: case-insensitive contractions, up to three digits, punctuation takes line ends along.
@@ -59,7 +63,9 @@ pub(crate) fn text(metadata: &Metadata) -> Result<Text, Error> {
             "special_tokens": { token.clone(): { "id": token, "ids": [bos], "tokens": [token] } },
         }))?));
     }
-    let stops: BTreeSet<u32> = [eos, id("eot")?, id("eom")?].into_iter().flatten().collect();
+    let mut stops: BTreeSet<u32> = [eos, id("eot")?, id("eom")?].into_iter().flatten().collect();
+    let turn_ends = of_type(CONTROL).filter(|token| TURN_ENDS.contains(&token.as_str()));
+    stops.extend(turn_ends.filter_map(|token| inner.token_to_id(token)));
     let source = metadata.str("tokenizer.chat_template")?;
     let template =
         source.map(|source| ChatTemplate::new(source, spelled(bos).as_deref(), spelled(eos).as_deref())).transpose()?;
@@ -85,14 +91,15 @@ fn byte_level(metadata: &Metadata, tokens: &[String]) -> Result<Inner, Error> {
     });
     let found = metadata.str("tokenizer.ggml.pre")?.unwrap_or("nothing");
     let split = |regex: &str| json!({ "type": "Split", "pattern": { "Regex": regex }, "behavior": "Isolated", "invert": false });
-    let (words, ignore_merges) = match found {
-        "gpt-2" => (vec![split(GPT2)], false),
+    // How text is split, whether a word that is a token skips the merges, and whether characters are composed first.
+    let (words, ignore_merges, compose) = match found {
+        "gpt-2" => (vec![split(GPT2)], false, false),
         "smollm" | "starcoder" | "refact" | "command-r" => {
-            (vec![json!({ "type": "Digits", "individual_digits": true }), split(GPT2)], false)
+            (vec![json!({ "type": "Digits", "individual_digits": true }), split(GPT2)], false, false)
         }
-        "llama-bpe" | "llama3" | "llama-v3" => (vec![split(LLAMA3)], true),
+        "llama-bpe" | "llama3" | "llama-v3" => (vec![split(LLAMA3)], true, false),
         // The model was trained on composed characters, though llama.cpp does not compose them.
-        "qwen2" | "deepseek-r1-qwen" => (vec![split(QWEN2)], false),
+        "qwen2" | "deepseek-r1-qwen" => (vec![split(QWEN2)], false, true),
         _ => {
             let known = "gpt-2, smollm, starcoder, refact, command-r, llama-bpe, qwen2 and deepseek-r1-qwen";
             return Err(Error::Unknown { key: "tokenizer.ggml.pre", found: found.into(), known });
@@ -103,7 +110,7 @@ fn byte_level(metadata: &Metadata, tokens: &[String]) -> Result<Inner, Error> {
     let mut inner = Inner::new(model.ignore_merges(ignore_merges).build()?);
     let mut steps = words;
     steps.push(bytes.clone());
-    if found.ends_with("qwen2") || found.ends_with("qwen") {
+    if compose {
         inner.with_normalizer(Some(part::<tokenizers::NormalizerWrapper>(json!({ "type": "NFC" }))?))?;
     }
     let steps = json!({ "type": "Sequence", "pretokenizers": steps });

@@ -125,7 +125,11 @@ fn special_tokens_are_not_text() {
     let tokenizer = text("smollm.gguf").tokenizer;
     let ids = tokenizer.encode("<|im_start|>hi<|im_end|>", true).unwrap();
     assert_eq!(tokenizer.decode(&ids).unwrap(), "hi");
-    assert!(tokenizer.stops().contains(&tokenizer.id("<|im_end|>").unwrap()));
+    // The metadata names one; the other also ends a turn.
+    for stop in ["<|im_end|>", "<|endoftext|>"] {
+        assert!(tokenizer.stops().contains(&tokenizer.id(stop).unwrap()), "{stop}");
+    }
+    assert!(!tokenizer.stops().contains(&tokenizer.id("<|im_start|>").unwrap()));
 }
 
 #[test]
