@@ -68,6 +68,31 @@ fn versions_and_foreign_files_are_refused() {
 }
 
 #[test]
+fn a_tensor_type_that_is_not_read_is_named() {
+    let mut bytes = fs::read(fixture("weights/formats.gguf")).unwrap();
+    // A description: name length, name, dimension count, two dimensions, type.
+    let name = bytes.windows(4).position(|window| window == b"Q8_0").unwrap();
+    let kind = name + 4 + 4 + 16;
+    assert_eq!(bytes[kind], 8);
+    bytes[kind] = 99;
+    let error = read(bytes).unwrap_err();
+    assert_eq!(error.to_string(), "tensor `Q8_0` has the type number 99, which Kvern does not read");
+}
+
+#[test]
+fn the_files_of_a_directory_are_one_model() {
+    let directory = tempfile::tempdir().unwrap();
+    fs::write(directory.path().join("config.json"), "{}").unwrap();
+    fs::copy(fixture("models/llama/model.safetensors"), directory.path().join("model-00001-of-00002.safetensors"))
+        .unwrap();
+    fs::copy(fixture("weights/formats.safetensors"), directory.path().join("model-00002-of-00002.safetensors"))
+        .unwrap();
+    let mut checkpoint = Checkpoint::open(directory.path()).unwrap();
+    checkpoint.take("model.norm.weight", &[32]).unwrap();
+    checkpoint.take("Q4_K", &[3, 256]).unwrap();
+}
+
+#[test]
 fn damaged_safetensors_are_errors() {
     let whole = fs::read(fixture("models/llama/model.safetensors")).unwrap();
     let directory = tempfile::tempdir().unwrap();
