@@ -18,7 +18,7 @@ use kvern_base::{Raw, bf16, f16};
 use crate::isa::{Isa, Kernel, LANES, Lane};
 use crate::pack::{Body, Codes, Linear, UNIT};
 use crate::pool::{Disjoint, Pool};
-use crate::quantize::{GROUP, Planes, Quantized};
+use crate::quantize::{GROUP, Planes, Quantized, Rows};
 use crate::{KernelSet, Tensor};
 
 /// What to do with a product.
@@ -85,7 +85,7 @@ impl Kernel for Block<'_> {
             Body::Raw(Raw::F16, data) => self.rows(isa, &RawPanels { data: data.view::<f16>(), x: self.x }),
             Body::Raw(Raw::Bf16, data) => self.rows(isa, &RawPanels { data: data.view::<bf16>(), x: self.x }),
             Body::Codes(codes) => {
-                let x = self.quantized;
+                let x = self.quantized.rows();
                 match (codes.affine.bits, codes.affine.group) {
                     (2, _) => self.rows(isa, &CodePanels::<2, 32, 2> { codes, x }),
                     (3, _) => self.rows(isa, &CodePanels::<3, 48, 2> { codes, x }),
@@ -255,7 +255,7 @@ impl<E: Lane> Panels for RawPanels<'_, E> {
 /// activations' group.
 struct CodePanels<'a, const BITS: u32, const BYTES: usize, const BLOCKS: usize> {
     codes: &'a Codes,
-    x: &'a Quantized,
+    x: Rows<'a>,
 }
 
 impl<const BITS: u32, const BYTES: usize, const BLOCKS: usize> CodePanels<'_, BITS, BYTES, BLOCKS> {

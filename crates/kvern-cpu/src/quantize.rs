@@ -90,14 +90,39 @@ impl Quantized {
         });
     }
 
+    /// The rows that [`Self::fill`] wrote last.
+    pub fn rows(&self) -> Rows<'_> {
+        Rows {
+            groups: self.width / GROUP,
+            codes: self.codes.view(),
+            scales: self.scales.view(),
+            sums: self.sums.view(),
+            weighted: self.weighted.view(),
+        }
+    }
+}
+
+/// Quantized rows, as slices: what a kernel takes its rows from.
+#[derive(Debug, Clone, Copy)]
+pub struct Rows<'a> {
+    /// Groups of a row.
+    groups: usize,
+    codes: &'a [Planes],
+    scales: &'a [f32],
+    sums: &'a [i32],
+    weighted: &'a [f32],
+}
+
+impl<'a> Rows<'a> {
     /// One row.
-    pub fn row(&self, row: usize) -> Row<'_> {
-        let groups = self.width / GROUP;
+    #[inline(always)]
+    pub fn row(&self, row: usize) -> Row<'a> {
+        let groups = self.groups;
         Row {
-            codes: &self.codes.view::<Planes>()[row * 2 * groups..][..2 * groups],
-            scales: &self.scales.view::<f32>()[row * groups..][..groups],
-            sums: &self.sums.view::<i32>()[row * 2 * groups..][..2 * groups],
-            weighted: &self.weighted.view::<f32>()[row * groups..][..groups],
+            codes: &self.codes[row * 2 * groups..][..2 * groups],
+            scales: &self.scales[row * groups..][..groups],
+            sums: &self.sums[row * 2 * groups..][..2 * groups],
+            weighted: &self.weighted[row * groups..][..groups],
         }
     }
 }
