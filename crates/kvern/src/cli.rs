@@ -7,7 +7,7 @@ use kvern::{Codec, Device, Options, Sampling, kv_preset};
 
 /// Runs language models on this machine.
 #[derive(Debug, Parser)]
-#[command(version, about)]
+#[command(version)]
 pub struct Cli {
     #[command(subcommand)]
     pub command: Command,
@@ -17,6 +17,7 @@ pub struct Cli {
 
 /// How models run, for every command.
 #[derive(Debug, Args)]
+#[command(next_help_heading = "Every command")]
 pub struct RunArgs {
     /// Where to run: cpu
     #[arg(long, global = true, env = "KVERN_DEVICE", default_value = "cpu", value_name = "DEVICE")]
