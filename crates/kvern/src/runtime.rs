@@ -5,7 +5,7 @@ use std::path::Path;
 use std::time::{Duration, Instant};
 
 use kvern_cpu::{Cpu, CpuOptions};
-use kvern_engine::{Engine, EngineOptions, Event, Finish, Request, Sampling};
+use kvern_engine::{Engine, EngineOptions, Event, Finish, Request, RequestId, Sampling};
 use kvern_models::{Info, LoadOptions, load};
 use kvern_state::Codec;
 use kvern_text::{Message, Text, TextStream};
@@ -165,14 +165,30 @@ impl Runtime {
             sampling: sampling.clone(),
             stops: self.text.tokenizer.stops().clone(),
         };
-        let start = Instant::now();
         let id = self.engine.submit(request)?;
+        let outcome = self.follow(id, prompt.len(), stop_strings, &mut piece);
+        if outcome.is_err() {
+            // Nothing of a failed request stays behind.
+            self.engine.cancel(id);
+        }
+        outcome
+    }
+
+    /// Steps the engine until the request `id` ends.
+    fn follow(
+        &mut self,
+        id: RequestId,
+        prompt_tokens: usize,
+        stop_strings: &[String],
+        piece: &mut dyn FnMut(&str),
+    ) -> Result<Generation, Error> {
+        let start = Instant::now();
         let mut stream = TextStream::new(stop_strings.to_vec());
         let mut out = Generation {
             text: String::new(),
             tokens: Vec::new(),
             logprobs: Vec::new(),
-            prompt_tokens: prompt.len(),
+            prompt_tokens,
             finish: Finish::Length,
             prefill: Duration::ZERO,
             decode: Duration::ZERO,
@@ -189,14 +205,7 @@ impl Runtime {
                     out.prefill = start.elapsed();
                 }
                 if let Some(token) = token {
-                    let new = match stream.push(&self.text.tokenizer, token.id) {
-                        Ok(new) => new,
-                        Err(error) => {
-                            self.engine.cancel(id);
-                            return Err(error.into());
-                        }
-                    };
-                    emit(&mut out.text, new);
+                    emit(&mut out.text, stream.push(&self.text.tokenizer, token.id)?);
                     out.tokens.push(token.id);
                     out.logprobs.push(token.logprob);
                 }
