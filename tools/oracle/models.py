@@ -1,10 +1,11 @@
 """Small random checkpoints in the hub's layout, with logits and greedy tokens by mlx-lm in float32.
 
 Weights are stored in float16, which float32 holds exactly. mlx-lm reads `rope_theta` and `rope_scaling`; a checkpoint with the newer
-`rope_parameters` is run by mlx-lm under the older names.
+`rope_parameters` is run by mlx-lm under the older names. mlx-lm has no windows for these models; Hugging Face transformers computes those with one.
 """
 
 import json
+import sys
 
 import gguf
 import mlx.core as mx
@@ -40,6 +41,13 @@ CASES = {
     # mlx-lm takes the head dimension of qwen2 from hidden size and heads.
     "qwen2": {"model_type": "qwen2", "hidden_size": 64, "tie_word_embeddings": True},
     "qwen3": {"model_type": "qwen3", "num_key_value_heads": 4},
+    # Shorter than the long prompt, and no multiple of anything.
+    "mistral-window": {"model_type": "mistral", "sliding_window": 37},
+    # One layer attends all columns, the others a window.
+    "qwen2-window": {
+        "model_type": "qwen2", "hidden_size": 64, "num_hidden_layers": 3, "tie_word_embeddings": True,
+        "use_sliding_window": True, "sliding_window": 50, "max_window_layers": 1,
+    },
 }
 LENGTHS = [24, 200]
 
@@ -80,16 +88,35 @@ def weights(config: dict, seed: int) -> dict:
     return {name: value.astype(np.float16) for name, value in out.items()}
 
 
-def goldens(path, config: dict) -> None:
+def by_mlx(path, config: dict):
     model, _ = load_model(path, model_config={k: v for k, v in config.items()})
     model.set_dtype(mx.float32)
+    return lambda row: np.array(model(mx.array([row])))[0]
+
+
+def by_transformers(path):
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    # The plain implementation of attention, whose mask has the window in it.
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager")
+
+    def logits(row):
+        with torch.no_grad():
+            return model(torch.tensor([row]), use_cache=False).logits[0].numpy()
+
+    return logits
+
+
+def goldens(path, config: dict) -> None:
+    model = by_transformers(path) if config.get("sliding_window") else by_mlx(path, config)
     tensors, tokens = {}, {}
     for length in LENGTHS:
         prompt = [(7 * i * i + 3 * i + 1) % config["vocab_size"] for i in range(length)]
-        logits = np.array(model(mx.array([prompt])))[0]
+        logits = model(prompt)
         row = list(prompt)
         for _ in range(16):
-            row.append(int(np.argmax(np.array(model(mx.array([row])))[0, -1])))
+            row.append(int(np.argmax(model(row)[-1])))
         # All positions of the short prompt, the last ones of the long one.
         tensors[f"logits.{length}"] = np.ascontiguousarray(logits[-32:]).astype(np.float32)
         tokens[str(length)] = {"prompt": prompt, "greedy": row[length:]}
@@ -155,7 +182,10 @@ def to_gguf(path, config: dict, tensors: dict) -> None:
 
 
 def main() -> None:
+    """Makes all fixtures, or those that are named."""
     for seed, (name, changes) in enumerate(CASES.items()):
+        if sys.argv[1:] and name not in sys.argv[1:]:
+            continue
         config = BASE | changes
         path = OUT / name
         path.mkdir(parents=True, exist_ok=True)

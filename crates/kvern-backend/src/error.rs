@@ -3,11 +3,17 @@
 use kvern_base::AllocError;
 
 /// Why a backend could not do something.
-#[derive(Debug, Clone, PartialEq, thiserror::Error)]
+#[derive(Debug, thiserror::Error)]
 pub enum Error {
     /// Memory ran out.
     #[error(transparent)]
     Alloc(#[from] AllocError),
+    /// The state layer.
+    #[error(transparent)]
+    State(#[from] kvern_state::Error),
+    /// A checkpoint.
+    #[error(transparent)]
+    Image(#[from] kvern_state::ImageError),
     /// An operand has the wrong shape: the graph is wrong.
     #[error("{verb}: {what} should be {expected}, found {found}")]
     Shape {
@@ -19,6 +25,16 @@ pub enum Error {
         expected: usize,
         /// The value found.
         found: usize,
+    },
+    /// A verb names a group of another kind than it works on: the graph is wrong.
+    #[error("{verb}: group {group} is of the wrong kind ({found})")]
+    Kind {
+        /// The verb.
+        verb: &'static str,
+        /// The group.
+        group: usize,
+        /// What the group is.
+        found: &'static str,
     },
     /// The backend has no kernel for this.
     #[error("{what} of {found} is not supported by this backend, which needs {needs}")]

@@ -25,46 +25,177 @@
 
 #![forbid(unsafe_code)]
 
+use std::ops::Range;
+
 mod error;
+mod freeze;
 mod reference;
 
 pub use error::Error;
-use kvern_state::{GroupSpec, StateSpec, StepPlan};
+pub use freeze::{freeze, thaw};
+pub use kvern_state::Slot;
+use kvern_state::{Columns, Kind, Segment, StateSpec, States, StepPlan, Table};
 use kvern_weights::Tensor as Weight;
 pub use reference::Reference;
-
-/// Where a layer's state lies: the group in the model's [`StateSpec`], and the layer's index within that group.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Slot {
-    /// The group.
-    pub group: usize,
-    /// The layer within the group.
-    pub layer: usize,
-}
 
 /// What an attention layer computes beyond its shapes.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Attention {
-    /// The layer's state.
+    /// The layer's state, of an attention or latent group. Its window decides what a query sees.
     pub slot: Slot,
     /// Query heads; a multiple of the group's key/value heads.
     pub heads: usize,
     /// Factor on every score.
     pub scale: f32,
+    /// `cap * tanh(score / cap)` in place of every scaled score.
+    pub softcap: Option<f32>,
 }
 
 impl Attention {
-    /// Checks the shapes, (rows, width), of queries and output for a step of `tokens` tokens.
+    /// Checks the group's kind and the shapes, (rows, width), of queries and output for a step of `tokens` tokens.
     ///
     /// # Errors
-    /// [`Error::Shape`] naming the first that does not fit the group.
-    pub fn check(&self, group: &GroupSpec, tokens: usize, q: (usize, usize), out: (usize, usize)) -> Result<(), Error> {
-        Error::check("attend", "remainder of the heads", 0, self.heads % group.kv_heads)?;
-        Error::check("attend", "width of the queries", self.heads * group.k_dim, q.1)?;
-        Error::check("attend", "width of the output", self.heads * group.v_dim, out.1)?;
+    /// [`Error::Kind`], or [`Error::Shape`] naming the first that does not fit the group.
+    pub fn check(
+        &self,
+        spec: &StateSpec,
+        tokens: usize,
+        sinks: Option<usize>,
+        q: (usize, usize),
+        out: (usize, usize),
+    ) -> Result<(), Error> {
+        let group = &spec.groups()[self.slot.group];
+        if group.kind == Kind::Recurrent {
+            return Err(Error::Kind { verb: "attend", group: self.slot.group, found: group.kind.name() });
+        }
+        Error::check("attend", "remainder of the heads", 0, self.heads % group.heads())?;
+        Error::check("attend", "number of sinks", self.heads, sinks.unwrap_or(self.heads))?;
+        Error::check("attend", "width of the queries", self.heads * group.key_dim(), q.1)?;
+        Error::check("attend", "width of the output", self.heads * group.value_dim(), out.1)?;
         Error::check("attend", "rows of the queries", tokens, q.0)?;
         Error::check("attend", "rows of the output", tokens, out.0)
     }
+}
+
+/// A recurrent layer by the gated delta rule (Yang et al. 2024, "Gated Delta Networks", equation 10): for each token and value head, with
+/// the state `S` of `[key_dim, value_dim]`,
+/// `S = decay S; S += k (beta (v - kᵀ S))ᵀ; out = qᵀ S`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct DeltaRule {
+    /// The layer's state, of a recurrent group.
+    pub slot: Slot,
+    /// The plane that holds `S`: `[heads, key_dim, value_dim]`.
+    pub plane: usize,
+    /// Value heads.
+    pub heads: usize,
+    /// Key heads, each of which serves `heads / key_heads` value heads.
+    pub key_heads: usize,
+    /// Values of a key and a query.
+    pub key_dim: usize,
+    /// Values of a value.
+    pub value_dim: usize,
+}
+
+/// Inputs of [`Backend::delta_rule`].
+#[derive(Debug)]
+pub struct DeltaInputs<'a, T> {
+    /// Queries `[T, key_heads * key_dim]`.
+    pub q: &'a T,
+    /// Keys, as queries.
+    pub k: &'a T,
+    /// Values `[T, heads * value_dim]`.
+    pub v: &'a T,
+    /// Factor on the state `[T, heads]`.
+    pub decay: &'a T,
+    /// Strength of the write `[T, heads]`.
+    pub beta: &'a T,
+}
+
+impl DeltaRule {
+    /// Checks the kind of the state and the widths of the inputs, in the order of [`DeltaInputs`] and then the output, each with as many
+    /// rows as the step has tokens.
+    ///
+    /// # Errors
+    /// [`Error::Kind`] or [`Error::Shape`].
+    pub fn check(&self, spec: &StateSpec, tokens: usize, shapes: [(usize, usize); 6]) -> Result<(), Error> {
+        let size = self.heads * self.key_dim * self.value_dim;
+        check_state("delta_rule", spec, self.slot, self.plane, size)?;
+        Error::check("delta_rule", "remainder of the heads", 0, self.heads % self.key_heads)?;
+        let (keys, values) = (self.key_heads * self.key_dim, self.heads * self.value_dim);
+        let widths = [keys, keys, values, self.heads, self.heads, values];
+        let names = ["queries", "keys", "values", "decay", "beta", "output"];
+        for ((shape, width), name) in shapes.into_iter().zip(widths).zip(names) {
+            Error::check("delta_rule", name, width, shape.1)?;
+            Error::check("delta_rule", name, tokens, shape.0)?;
+        }
+        Ok(())
+    }
+}
+
+/// Checks that a slot is a recurrent group's and its plane holds `size` values.
+///
+/// # Errors
+/// [`Error::Kind`] or [`Error::Shape`].
+pub fn check_state(verb: &'static str, spec: &StateSpec, slot: Slot, plane: usize, size: usize) -> Result<(), Error> {
+    let group = &spec.groups()[slot.group];
+    if group.kind != Kind::Recurrent {
+        return Err(Error::Kind { verb, group: slot.group, found: group.kind.name() });
+    }
+    Error::check(verb, "values of the state", group.planes[plane].width(), size)
+}
+
+/// Checks the shapes of a convolution, (rows, width) of input and output, and gives the number of its taps.
+///
+/// # Errors
+/// [`Error::Kind`] or [`Error::Shape`].
+pub fn check_convolution(
+    spec: &StateSpec,
+    (slot, plane): (Slot, usize),
+    tokens: usize,
+    kernel: usize,
+    x: (usize, usize),
+    out: (usize, usize),
+) -> Result<usize, Error> {
+    Error::check("convolve", "remainder of the kernel", 0, kernel % x.1)?;
+    let taps = kernel / x.1;
+    check_state("convolve", spec, slot, plane, taps.saturating_sub(1) * x.1)?;
+    Error::check("convolve", "width of the output", x.1, out.1)?;
+    Error::check("convolve", "rows of the input", tokens, x.0)?;
+    Error::check("convolve", "rows of the output", tokens, out.0)?;
+    Ok(taps)
+}
+
+/// Checks the shapes, (rows, width), of what a step of `tokens` tokens appends to the planes of a group.
+///
+/// # Errors
+/// [`Error::Kind`] or [`Error::Shape`].
+pub fn check_append(spec: &StateSpec, slot: Slot, tokens: usize, planes: &[(usize, usize)]) -> Result<(), Error> {
+    let group = &spec.groups()[slot.group];
+    if group.kind == Kind::Recurrent {
+        return Err(Error::Kind { verb: "append", group: slot.group, found: group.kind.name() });
+    }
+    Error::check("append", "number of planes", group.planes.len(), planes.len())?;
+    for (plane, &(rows, width)) in group.planes.iter().zip(planes) {
+        Error::check("append", plane.name, plane.width(), width)?;
+        Error::check("append", plane.name, tokens, rows)?;
+    }
+    Ok(())
+}
+
+/// A segment's columns of the group that a verb's slot names.
+///
+/// # Errors
+/// [`Error::Kind`] when the plan has none there.
+pub fn columns<'a>(verb: &'static str, segment: &'a Segment, group: usize) -> Result<&'a Columns, Error> {
+    segment.columns(group).ok_or(Error::Kind { verb, group, found: "no columns in this step" })
+}
+
+/// A segment's recurrent state of the group that a verb's slot names.
+///
+/// # Errors
+/// [`Error::Kind`] when the plan has none there.
+pub fn states<'a>(verb: &'static str, segment: &'a Segment, group: usize) -> Result<&'a States, Error> {
+    segment.states(group).ok_or(Error::Kind { verb, group, found: "no state in this step" })
 }
 
 /// The function on the gate of a gated unit.
@@ -74,14 +205,13 @@ pub enum Activation {
     Silu,
 }
 
-/// One layer's columns of a row in canonical order, whatever the backend's layout of a page: token by token, head by head,
-/// encoded as the group's codecs say.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Columns {
-    /// Keys.
-    pub k: Vec<u8>,
-    /// Values.
-    pub v: Vec<u8>,
+/// One plane of one layer of a group.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Part {
+    /// The layer within its group.
+    pub layer: usize,
+    /// The plane.
+    pub plane: usize,
 }
 
 /// The verbs.
@@ -141,22 +271,45 @@ pub trait Backend: Send + Sync + 'static {
     ) -> Result<(), Error>;
     /// Rotates, in each run of `head_dim` values, the pairs `(i, i + n)` for `i < n`, where `n` is the number of frequencies.
     fn rope(&self, x: &mut Self::Tensor, angles: &Self::Tensor, head_dim: usize) -> Result<(), Error>;
-    /// Encodes and stores the step's keys and values at their positions.
+    /// Encodes and stores the step's columns: a tensor for each plane of the group. Rows of tokens that add no column are left out.
     fn append(
         &self,
         step: &Self::Step,
         pages: &mut Self::Pages,
         slot: Slot,
-        k: &Self::Tensor,
-        v: &Self::Tensor,
+        planes: &[&Self::Tensor],
     ) -> Result<(), Error>;
-    /// `out[t] = softmax(scale * q[t] · Kᵀ) · V` per head, over the columns of the row at positions up to the token's own.
+    /// `out[t] = softmax(scale * q[t] · Kᵀ) · V` per head, over the columns that the token sees ([`Segment::visible`]); zeros if it sees none.
+    ///
+    /// Of a latent group, keys are `[latent | rope]` and values the latent. `sinks` has a score for each head that takes part in the softmax
+    /// and adds nothing to the sum.
     fn attend(
         &self,
         step: &Self::Step,
         pages: &Self::Pages,
         attention: Attention,
+        sinks: Option<&Self::Vector>,
         q: &Self::Tensor,
+        out: &mut Self::Tensor,
+    ) -> Result<(), Error>;
+    /// `out[t] = Σ_j kernel[j] * x[t + j + 1 - taps]` per channel, `kernel` being `[taps, channels]`, over the row's earlier inputs: the
+    /// last `taps - 1` of them are the state in `plane`, oldest first, and zeros before the first token. A kernel of `[1, 0]` shifts a row by one token.
+    fn convolve(
+        &self,
+        step: &Self::Step,
+        pages: &mut Self::Pages,
+        state: (Slot, usize),
+        kernel: &Self::Vector,
+        x: &Self::Tensor,
+        out: &mut Self::Tensor,
+    ) -> Result<(), Error>;
+    /// Runs a recurrence token by token, whatever the chunk.
+    fn delta_rule(
+        &self,
+        step: &Self::Step,
+        pages: &mut Self::Pages,
+        rule: DeltaRule,
+        inputs: DeltaInputs<'_, Self::Tensor>,
         out: &mut Self::Tensor,
     ) -> Result<(), Error>;
     /// `gate = activation(gate) * up`.
@@ -168,6 +321,22 @@ pub trait Backend: Send + Sync + 'static {
     fn upload(&self, values: &[f32], tensor: &mut Self::Tensor) -> Result<(), Error>;
     /// Copies a tensor to the host, waiting for it.
     fn download(&self, tensor: &Self::Tensor) -> Result<Vec<f32>, Error>;
-    /// Copies the first `len` columns of a layer out of the pages `table`.
-    fn export(&self, pages: &Self::Pages, slot: Slot, table: &[u32], len: usize) -> Result<Columns, Error>;
+    /// Copies columns out in canonical order: token by token, head by head, encoded as the class says. `out` holds them exactly.
+    fn export(
+        &self,
+        pages: &Self::Pages,
+        part: Part,
+        table: &Table,
+        columns: Range<usize>,
+        out: &mut [u8],
+    ) -> Result<(), Error>;
+    /// The inverse of [`Self::export`], into pages that need not have been used before.
+    fn import(
+        &self,
+        pages: &mut Self::Pages,
+        part: Part,
+        table: &Table,
+        columns: Range<usize>,
+        bytes: &[u8],
+    ) -> Result<(), Error>;
 }

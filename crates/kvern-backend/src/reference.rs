@@ -3,10 +3,12 @@
 //! Weights are decoded to `f32`. A page is kept in canonical order, and a page that is handed out again is first filled with
 //! bytes that decode to NaN, so that reading a column which was never written shows.
 
-use kvern_state::{StateSpec, StepPlan};
+use std::ops::Range;
+
+use kvern_state::{Class, PageCopy, Plane, StateSpec, StepPlan, Table};
 use kvern_weights::Tensor as Weight;
 
-use crate::{Activation, Attention, Backend, Columns, Error, Slot};
+use crate::{Activation, Attention, Backend, DeltaInputs, DeltaRule, Error, Part, Slot};
 
 /// The reference backend.
 #[derive(Debug, Default)]
@@ -42,7 +44,7 @@ pub struct Linear {
     bias: Vec<f32>,
 }
 
-/// Page storage: `pages[group][id]`, each `[layer][token][head][k | v]` in encoded bytes.
+/// Page storage: `pages[class][id]`, each `[layer][plane][column][head]` in encoded bytes.
 #[derive(Debug)]
 pub struct Pages {
     spec: StateSpec,
@@ -50,22 +52,84 @@ pub struct Pages {
 }
 
 impl Pages {
-    /// Byte ranges of one head's key and value in a page.
-    fn column(&self, slot: Slot, token: usize, head: usize) -> (std::ops::Range<usize>, std::ops::Range<usize>) {
-        let group = &self.spec.groups()[slot.group];
-        let (k, v) = (group.k.bytes(group.k_dim), group.v.bytes(group.v_dim));
-        let start = ((slot.layer * self.spec.page() + token) * group.kv_heads + head) * (k + v);
-        (start..start + k, start + k..start + k + v)
+    /// Byte range of one column of a part in a page.
+    fn column(&self, class: &Class, part: Part, column: usize) -> Range<usize> {
+        let layer: usize = class.planes.iter().map(Plane::column_bytes).sum();
+        let before: usize = class.planes[..part.plane].iter().map(Plane::column_bytes).sum();
+        let bytes = class.planes[part.plane].column_bytes();
+        let start = (part.layer * layer + before) * class.columns + column * bytes;
+        start..start + bytes
     }
 
-    fn key(&self, slot: Slot, table: &[u32], position: usize, head: usize) -> &[u8] {
-        let range = self.column(slot, position % self.spec.page(), head).0;
-        &self.pages[slot.group][table[position / self.spec.page()] as usize][range]
+    fn class(&self, table: &Table) -> &Class {
+        &self.spec.classes()[table.class]
     }
 
-    fn value(&self, slot: Slot, table: &[u32], position: usize, head: usize) -> &[u8] {
-        let range = self.column(slot, position % self.spec.page(), head).1;
-        &self.pages[slot.group][table[position / self.spec.page()] as usize][range]
+    fn get(&self, part: Part, table: &Table, column: usize) -> &[u8] {
+        let class = self.class(table);
+        let (columns, range) = (class.columns, self.column(class, part, column % class.columns));
+        &self.pages[table.class][table.id(column / columns) as usize][range]
+    }
+
+    fn get_mut(&mut self, part: Part, table: &Table, column: usize) -> &mut [u8] {
+        let class = self.class(table);
+        let (columns, range) = (class.columns, self.column(class, part, column % class.columns));
+        &mut self.pages[table.class][table.id(column / columns) as usize][range]
+    }
+
+    /// One head's values of a column.
+    fn decode(&self, part: Part, table: &Table, column: usize, head: usize) -> Vec<f32> {
+        let plane = &self.class(table).planes[part.plane];
+        let bytes = plane.codec.bytes(plane.dim);
+        let mut values = vec![0.0; plane.dim];
+        plane.codec.decode(&self.get(part, table, column)[head * bytes..][..bytes], &mut values);
+        values
+    }
+
+    /// Makes a page that decodes to NaN.
+    fn refresh(&mut self, class: usize, id: u32) {
+        let pages = &mut self.pages[class];
+        pages.resize(pages.len().max(id as usize + 1), Vec::new());
+        pages[id as usize] = vec![0xFF; self.spec.classes()[class].bytes() as usize];
+    }
+
+    fn copy(&mut self, copy: &PageCopy) {
+        if copy.from.class == copy.to.class {
+            self.pages[copy.to.class][copy.to.id as usize] = self.pages[copy.from.class][copy.from.id as usize].clone();
+            return;
+        }
+        let (layers, planes) = {
+            let class = &self.spec.classes()[copy.to.class];
+            (class.layers, class.planes.clone())
+        };
+        let table = |page: kvern_state::PageId| Table { class: page.class, ids: vec![page.id], ..Table::default() };
+        let (from, to) = (table(copy.from), table(copy.to));
+        for (layer, plane, column) in
+            (0..layers).flat_map(|l| (0..planes.len()).flat_map(move |p| (0..copy.columns).map(move |c| (l, p, c))))
+        {
+            let Plane { heads, dim, codec, .. } = planes[plane];
+            for head in 0..heads {
+                let values = self.decode(Part { layer, plane }, &from, column, head);
+                let column = self.get_mut(Part { layer, plane }, &to, column);
+                codec.encode(&values, &mut column[head * codec.bytes(dim)..][..codec.bytes(dim)]);
+            }
+        }
+    }
+
+    /// The state of one plane: zeros before the first token.
+    fn state(&self, class: usize, slot: Slot, plane: usize, from: Option<u32>, size: usize) -> Vec<f64> {
+        let part = Part { layer: slot.layer, plane };
+        let Some(id) = from else { return vec![0.0; size] };
+        let table = Table { class, ids: vec![id], ..Table::default() };
+        self.decode(part, &table, 0, 0).into_iter().map(f64::from).collect()
+    }
+
+    fn store(&mut self, class: usize, slot: Slot, plane: usize, id: u32, state: &[f64]) {
+        let part = Part { layer: slot.layer, plane };
+        let table = Table { class, ids: vec![id], ..Table::default() };
+        let values: Vec<f32> = state.iter().map(|&x| x as f32).collect();
+        let codec = self.class(&table).planes[plane].codec;
+        codec.encode(&values, self.get_mut(part, &table, 0));
     }
 }
 
@@ -127,27 +191,15 @@ impl Backend for Reference {
     }
 
     fn pages(&self, spec: &StateSpec) -> Result<Pages, Error> {
-        Ok(Pages { spec: spec.clone(), pages: spec.groups().iter().map(|_| Vec::new()).collect() })
+        Ok(Pages { spec: spec.clone(), pages: spec.classes().iter().map(|_| Vec::new()).collect() })
     }
 
     fn begin(&self, plan: StepPlan, pages: &mut Pages) -> Result<StepPlan, Error> {
-        let page = pages.spec.page();
-        for group in 0..pages.pages.len() {
-            let bytes = pages.spec.page_bytes(group) as usize;
-            for segment in &plan.segments {
-                // The pages that this step is the first to write start as NaN.
-                let first = segment.past.div_ceil(page).min(segment.tables[group].len());
-                for &id in &segment.tables[group][first..] {
-                    let pages = &mut pages.pages[group];
-                    pages.resize(pages.len().max(id as usize + 1), Vec::new());
-                    pages[id as usize] = vec![0xFF; bytes];
-                }
-            }
+        for page in &plan.fresh {
+            pages.refresh(page.class, page.id);
         }
         for copy in &plan.copies {
-            let pages = &mut pages.pages[copy.group];
-            pages.resize(pages.len().max(copy.to as usize + 1), Vec::new());
-            pages[copy.to as usize] = pages[copy.from as usize].clone();
+            pages.copy(copy);
         }
         Ok(plan)
     }
@@ -246,21 +298,20 @@ impl Backend for Reference {
         Ok(())
     }
 
-    fn append(&self, step: &StepPlan, pages: &mut Pages, slot: Slot, k: &Tensor, v: &Tensor) -> Result<(), Error> {
-        let group = pages.spec.groups()[slot.group].clone();
-        Error::check("append", "width of the keys", group.kv_heads * group.k_dim, k.width)?;
-        Error::check("append", "width of the values", group.kv_heads * group.v_dim, v.width)?;
-        Error::check("append", "rows of the keys", step.tokens.len(), k.rows())?;
-        Error::check("append", "rows of the values", step.tokens.len(), v.rows())?;
+    fn append(&self, step: &StepPlan, pages: &mut Pages, slot: Slot, planes: &[&Tensor]) -> Result<(), Error> {
+        let shapes: Vec<_> = planes.iter().map(|plane| (plane.rows(), plane.width)).collect();
+        crate::check_append(&pages.spec, slot, step.tokens.len(), &shapes)?;
         for segment in &step.segments {
-            for i in 0..segment.count {
-                let (row, position) = (segment.start + i, segment.past + i);
-                let id = segment.tables[slot.group][position / pages.spec.page()] as usize;
-                for head in 0..group.kv_heads {
-                    let (key, value) = pages.column(slot, position % pages.spec.page(), head);
-                    let page = &mut pages.pages[slot.group][id];
-                    group.k.encode(&k.row(row)[head * group.k_dim..][..group.k_dim], &mut page[key]);
-                    group.v.encode(&v.row(row)[head * group.v_dim..][..group.v_dim], &mut page[value]);
+            let columns = crate::columns("append", segment, slot.group)?;
+            for (i, row) in segment.writers(columns).enumerate() {
+                for (plane, values) in planes.iter().enumerate() {
+                    let part = Part { layer: slot.layer, plane };
+                    let Plane { heads, dim, codec, .. } = pages.class(&columns.table).planes[plane];
+                    let column = pages.get_mut(part, &columns.table, columns.past + i);
+                    for head in 0..heads {
+                        let bytes = codec.bytes(dim);
+                        codec.encode(&values.row(row)[head * dim..][..dim], &mut column[head * bytes..][..bytes]);
+                    }
                 }
             }
         }
@@ -272,35 +323,119 @@ impl Backend for Reference {
         step: &StepPlan,
         pages: &Pages,
         attention: Attention,
+        sinks: Option<&Vec<f32>>,
         q: &Tensor,
         out: &mut Tensor,
     ) -> Result<(), Error> {
-        let group = &pages.spec.groups()[attention.slot.group];
-        attention.check(group, step.tokens.len(), (q.rows(), q.width), (out.rows(), out.width))?;
-        let share = attention.heads / group.kv_heads;
-        let (mut key, mut value) = (vec![0.0; group.k_dim], vec![0.0; group.v_dim]);
+        let Attention { slot, heads, scale, softcap } = attention;
+        let (q_shape, out_shape) = ((q.rows(), q.width), (out.rows(), out.width));
+        attention.check(&pages.spec, step.tokens.len(), sinks.map(Vec::len), q_shape, out_shape)?;
+        let group = &pages.spec.groups()[slot.group];
+        let (share, k_dim, v_dim) = (heads / group.heads(), group.key_dim(), group.value_dim());
+        let latent = group.kind == kvern_state::Kind::Latent;
         for segment in &step.segments {
-            let table = &segment.tables[attention.slot.group];
-            for (i, head) in (0..segment.count).flat_map(|i| (0..attention.heads).map(move |head| (i, head))) {
+            let columns = crate::columns("attend", segment, slot.group)?;
+            let part = |plane| Part { layer: slot.layer, plane };
+            for (i, head) in (0..segment.count).flat_map(|i| (0..heads).map(move |head| (i, head))) {
                 let row = segment.start + i;
-                let q = &q.row(row)[head * group.k_dim..][..group.k_dim];
-                let mut scores = Vec::with_capacity(segment.past + i + 1);
-                for position in 0..=segment.past + i {
-                    group.k.decode(pages.key(attention.slot, table, position, head / share), &mut key);
+                let q = &q.row(row)[head * k_dim..][..k_dim];
+                let visible = segment.visible(columns, group.window, i, step.positions[row] as usize);
+                let seen: Vec<usize> = (0..visible.sinks).chain(visible.start..visible.end).collect();
+                let score = |&column: &usize| {
+                    let mut key = pages.decode(part(0), &columns.table, column, head / share);
+                    if latent {
+                        key.extend(pages.decode(part(1), &columns.table, column, 0));
+                    }
                     let dot: f64 = q.iter().zip(&key).map(|(q, k)| f64::from(*q) * f64::from(*k)).sum();
-                    scores.push(dot * f64::from(attention.scale));
-                }
-                let max = scores.iter().copied().fold(f64::NEG_INFINITY, f64::max);
-                let mut sum = 0.0;
-                let mut acc = vec![0.0; group.v_dim];
-                for (position, score) in scores.iter().enumerate() {
+                    let score = dot * f64::from(scale);
+                    softcap.map_or(score, |cap| f64::from(cap) * (score / f64::from(cap)).tanh())
+                };
+                let scores: Vec<f64> = seen.iter().map(score).collect();
+                let sink = sinks.map_or(f64::NEG_INFINITY, |sinks| f64::from(sinks[head]));
+                let max = scores.iter().copied().fold(sink, f64::max);
+                let mut sum = if sinks.is_some() { (sink - max).exp() } else { 0.0 };
+                let mut acc = vec![0.0; v_dim];
+                for (&column, score) in seen.iter().zip(&scores) {
                     let weight = (score - max).exp();
                     sum += weight;
-                    group.v.decode(pages.value(attention.slot, table, position, head / share), &mut value);
+                    let value = pages.decode(part(usize::from(!latent)), &columns.table, column, head / share);
                     acc.iter_mut().zip(&value).for_each(|(acc, v)| *acc += weight * f64::from(*v));
                 }
-                let out = &mut out.row_mut(row)[head * group.v_dim..][..group.v_dim];
-                out.iter_mut().zip(&acc).for_each(|(out, acc)| *out = (acc / sum) as f32);
+                let out = &mut out.row_mut(row)[head * v_dim..][..v_dim];
+                out.iter_mut()
+                    .zip(&acc)
+                    .for_each(|(out, acc)| *out = if seen.is_empty() { 0.0 } else { (acc / sum) as f32 });
+            }
+        }
+        Ok(())
+    }
+
+    fn convolve(
+        &self,
+        step: &StepPlan,
+        pages: &mut Pages,
+        (slot, plane): (Slot, usize),
+        kernel: &Vec<f32>,
+        x: &Tensor,
+        out: &mut Tensor,
+    ) -> Result<(), Error> {
+        let (width, tokens) = (x.width, step.tokens.len());
+        let (x_shape, out_shape) = ((x.rows(), width), (out.rows(), out.width));
+        let taps = crate::check_convolution(&pages.spec, (slot, plane), tokens, kernel.len(), x_shape, out_shape)?;
+        for segment in &step.segments {
+            let states = crate::states("convolve", segment, slot.group)?;
+            let mut inputs = pages.state(states.class, slot, plane, states.from, (taps - 1) * width);
+            for i in 0..segment.count {
+                inputs.extend(x.row(segment.start + i).iter().map(|&x| f64::from(x)));
+                for (channel, out) in out.row_mut(segment.start + i).iter_mut().enumerate() {
+                    let term =
+                        |tap: usize| f64::from(kernel[tap * width + channel]) * inputs[(i + tap) * width + channel];
+                    *out = (0..taps).map(term).sum::<f64>() as f32;
+                }
+            }
+            for &(after, id) in &states.to {
+                pages.store(states.class, slot, plane, id, &inputs[after * width..][..(taps - 1) * width]);
+            }
+        }
+        Ok(())
+    }
+
+    fn delta_rule(
+        &self,
+        step: &StepPlan,
+        pages: &mut Pages,
+        rule: DeltaRule,
+        inputs: DeltaInputs<'_, Tensor>,
+        out: &mut Tensor,
+    ) -> Result<(), Error> {
+        let DeltaRule { slot, plane, heads, key_heads, key_dim, value_dim } = rule;
+        let DeltaInputs { q, k, v, decay, beta } = inputs;
+        let shapes = [q, k, v, decay, beta, &*out].map(|tensor| (tensor.rows(), tensor.width));
+        rule.check(&pages.spec, step.tokens.len(), shapes)?;
+        for segment in &step.segments {
+            let states = crate::states("delta_rule", segment, slot.group)?;
+            let mut s = pages.state(states.class, slot, plane, states.from, heads * key_dim * value_dim);
+            let mut to = states.to.iter().peekable();
+            for (i, row) in (segment.start..segment.start + segment.count).enumerate() {
+                for head in 0..heads {
+                    let s = &mut s[head * key_dim * value_dim..][..key_dim * value_dim];
+                    let key = head / (heads / key_heads) * key_dim;
+                    let (q, k) = (&q.row(row)[key..][..key_dim], &k.row(row)[key..][..key_dim]);
+                    let (decay, beta) = (f64::from(decay.row(row)[head]), f64::from(beta.row(row)[head]));
+                    s.iter_mut().for_each(|s| *s *= decay);
+                    for d in 0..value_dim {
+                        let held: f64 = (0..key_dim).map(|j| f64::from(k[j]) * s[j * value_dim + d]).sum();
+                        let write = (f64::from(v.row(row)[head * value_dim + d]) - held) * beta;
+                        (0..key_dim).for_each(|j| s[j * value_dim + d] += f64::from(k[j]) * write);
+                        let read: f64 = (0..key_dim).map(|j| f64::from(q[j]) * s[j * value_dim + d]).sum();
+                        out.row_mut(row)[head * value_dim + d] = read as f32;
+                    }
+                }
+                // What is stored is what the next step reads, so that a step's end shows in no bit.
+                s.iter_mut().for_each(|s| *s = f64::from(*s as f32));
+                if let Some((_, id)) = to.next_if(|(after, _)| *after == i + 1) {
+                    pages.store(states.class, slot, plane, *id, &s);
+                }
             }
         }
         Ok(())
@@ -337,13 +472,40 @@ impl Backend for Reference {
         Ok(tensor.data.clone())
     }
 
-    fn export(&self, pages: &Pages, slot: Slot, table: &[u32], len: usize) -> Result<Columns, Error> {
-        let heads = pages.spec.groups()[slot.group].kv_heads;
-        let mut columns = Columns { k: Vec::new(), v: Vec::new() };
-        for (position, head) in (0..len).flat_map(|position| (0..heads).map(move |head| (position, head))) {
-            columns.k.extend_from_slice(pages.key(slot, table, position, head));
-            columns.v.extend_from_slice(pages.value(slot, table, position, head));
+    fn export(
+        &self,
+        pages: &Pages,
+        part: Part,
+        table: &Table,
+        columns: Range<usize>,
+        out: &mut [u8],
+    ) -> Result<(), Error> {
+        let bytes = pages.class(table).planes[part.plane].column_bytes();
+        Error::check("export", "bytes of the columns", bytes * columns.len(), out.len())?;
+        for (column, out) in columns.zip(out.chunks_exact_mut(bytes)) {
+            out.copy_from_slice(pages.get(part, table, column));
         }
-        Ok(columns)
+        Ok(())
+    }
+
+    fn import(
+        &self,
+        pages: &mut Pages,
+        part: Part,
+        table: &Table,
+        columns: Range<usize>,
+        bytes: &[u8],
+    ) -> Result<(), Error> {
+        let column_bytes = pages.class(table).planes[part.plane].column_bytes();
+        Error::check("import", "bytes of the columns", column_bytes * columns.len(), bytes.len())?;
+        for &id in &table.ids {
+            if pages.pages[table.class].get(id as usize).is_none_or(Vec::is_empty) {
+                pages.refresh(table.class, id);
+            }
+        }
+        for (column, bytes) in columns.zip(bytes.chunks_exact(column_bytes)) {
+            pages.get_mut(part, table, column).copy_from_slice(bytes);
+        }
+        Ok(())
     }
 }

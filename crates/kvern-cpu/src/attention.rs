@@ -5,17 +5,18 @@
 //! ascending order. Which queries share a tile, and which thread folds which stride, changes none of this, so decode, prefill and
 //! verification give a query the same bits.
 //!
-//! A tile is up to [`TILE`] queries of one row that share a key/value head, ordered by position. Scores past a query's own position
-//! are replaced before they are used, and values past it are never read.
+//! A tile is up to [`TILE`] queries of one row that share a key/value head, ordered by position. Scores of columns that a query does not see
+//! are replaced before they are used; pages that none of the tile's queries sees are not touched. A sink's score joins at the end, as a
+//! partial result of its own.
 
 use std::cell::RefCell;
 
-use kvern_backend::{Attention, Slot};
+use kvern_backend::Attention;
 use kvern_base::{Raw, bf16, f16};
-use kvern_state::{Segment, StepPlan};
+use kvern_state::{Columns, GroupSpec, Kind, Segment, StepPlan, Visible};
 
 use crate::isa::{Isa, Kernel, LANES, Lane};
-use crate::pages::{Layout, Pages};
+use crate::pages::{Layout, Pages, Plane, with_raw};
 use crate::pool::{Disjoint, Pool};
 use crate::{KernelSet, Tensor};
 
@@ -94,41 +95,58 @@ thread_local! {
 struct Shared<'a> {
     plan: &'a StepPlan,
     pages: &'a Pages,
-    layout: Layout,
-    slot: Slot,
-    scale: f32,
+    group: &'a GroupSpec,
+    attention: Attention,
+    sinks: Option<&'a [f32]>,
     /// Query heads per key/value head.
     share: usize,
+    v_dim: usize,
     q: &'a Tensor,
     out: Disjoint<'a, f32>,
 }
 
-impl Shared<'_> {
-    fn segment(&self, tile: Tile) -> &Segment {
-        &self.plan.segments[tile.segment]
+impl<'a> Shared<'a> {
+    fn segment(&self, tile: Tile) -> (&'a Segment, &'a Columns) {
+        let segment = &self.plan.segments[tile.segment];
+        // The backend has checked that every segment has them.
+        let columns = segment.columns(self.attention.slot.group);
+        (segment, columns.unwrap_or_else(|| unreachable!("a segment without columns")))
     }
 
-    /// Row and query head of the tile's query `i`, and how many columns it sees.
-    fn query(&self, tile: Tile, i: usize) -> (usize, usize, usize) {
-        let (segment, index) = (self.segment(tile), tile.first + i);
+    /// Row and query head of the tile's query `i`, and the columns it sees.
+    fn query(&self, tile: Tile, i: usize) -> (usize, usize, Visible) {
+        let ((segment, columns), index) = (self.segment(tile), tile.first + i);
         let token = index / self.share;
-        (segment.start + token, tile.head * self.share + index % self.share, segment.past + token + 1)
+        let row = segment.start + token;
+        let visible = segment.visible(columns, self.group.window, token, self.plan.positions[row] as usize);
+        (row, tile.head * self.share + index % self.share, visible)
     }
 
-    /// Strides that the tile's last query sees.
-    fn strides(&self, tile: Tile) -> usize {
-        self.query(tile, tile.count - 1).2.div_ceil(STRIDE)
+    /// Strides of which the tile sees something, ascending: of the sinks, and of the windows of its first to its last query.
+    fn strides(&self, tile: Tile) -> impl Iterator<Item = usize> + use<> {
+        let (first, last) = (self.query(tile, 0).2, self.query(tile, tile.count - 1).2);
+        let sinks = last.sinks.div_ceil(STRIDE);
+        (0..sinks).chain((first.start / STRIDE).max(sinks)..last.end.div_ceil(STRIDE))
     }
 
     #[inline(always)]
     fn write<S: Isa>(&self, isa: S, tile: Tile, partials: &mut Partials<'_>) {
-        let v_dim = self.layout.v_dim;
+        let v_dim = self.v_dim;
+        if let Some(sinks) = self.sinks {
+            let mut memory = vec![0.0; Partials::len(v_dim)];
+            let mut sink = Partials::over(&mut memory);
+            for i in 0..tile.count {
+                (sink.max[i], sink.sum[i]) = (sinks[self.query(tile, i).1], 1.0);
+            }
+            partials.merge(isa, v_dim, tile.count, &mut sink);
+        }
         for i in 0..tile.count {
             let (row, head, _) = self.query(tile, i);
-            let start = (row * self.layout.heads * self.share + head) * v_dim;
+            let start = (row * self.attention.heads + head) * v_dim;
             // SAFETY: tiles are disjoint in (row, head).
             let out = unsafe { self.out.part(start..start + v_dim) };
-            let sum = isa.splat(partials.sum[i]);
+            // A query that sees nothing has summed up nothing.
+            let sum = isa.splat(if partials.sum[i] == 0.0 { 1.0 } else { partials.sum[i] });
             for (out, x) in out.as_chunks_mut().0.iter_mut().zip(partials.out(i, v_dim)) {
                 isa.store(isa.div(isa.load(x), sum), out);
             }
@@ -136,47 +154,50 @@ impl Shared<'_> {
     }
 }
 
-/// Runs attention for one layer of a step.
+/// Runs attention for one layer of a step whose segments all have columns of the group.
+#[expect(clippy::too_many_arguments, reason = "the verb's operands and where it runs")]
 pub fn attend(
     set: KernelSet,
     pool: &Pool,
     plan: &StepPlan,
     pages: &Pages,
     attention: Attention,
+    sinks: Option<&[f32]>,
     q: &Tensor,
     out: &mut Tensor,
 ) {
-    let layout = pages.layout(attention.slot.group);
-    let share = attention.heads / layout.heads;
+    let group = &pages.spec().groups()[attention.slot.group];
+    let (share, v_dim) = (attention.heads / group.heads(), group.value_dim());
     let out = Disjoint::new(out.values_mut());
-    let shared = Shared { plan, pages, layout, slot: attention.slot, scale: attention.scale, share, q, out };
+    let shared = Shared { plan, pages, group, attention, sinks, share, v_dim, q, out };
     let mut tiles = Vec::new();
     for (segment, s) in plan.segments.iter().enumerate() {
         let queries = s.count * share;
-        for head in 0..layout.heads {
+        for head in 0..group.heads() {
             let starts = (0..queries).step_by(TILE);
             tiles.extend(starts.map(|first| Tile { segment, head, first, count: TILE.min(queries - first) }));
         }
     }
     // Few tiles over long contexts: threads share a tile's strides instead of its queries.
-    let strides: usize = tiles.iter().map(|&tile| shared.strides(tile)).sum();
+    let strides: usize = tiles.iter().map(|&tile| shared.strides(tile).count()).sum();
     if tiles.len() < 4 * pool.threads() && strides > tiles.len() {
-        let len = Partials::len(layout.v_dim);
+        let len = Partials::len(v_dim);
         let mut parts = vec![0.0; strides * len];
         let items: Vec<(Tile, usize)> =
-            tiles.iter().flat_map(|&tile| (0..shared.strides(tile)).map(move |stride| (tile, stride))).collect();
+            tiles.iter().flat_map(|&tile| shared.strides(tile).map(move |stride| (tile, stride))).collect();
         let disjoint = Disjoint::new(&mut parts);
         pool.run(items.len(), 1, |range| {
             for item in range {
                 let (tile, stride) = items[item];
                 // SAFETY: items are disjoint.
                 let partials = unsafe { disjoint.part(item * len..(item + 1) * len) };
-                set.run(Fold { shared: &shared, tile, strides: stride..stride + 1, partials: Some(partials) });
+                let strides = std::iter::once(stride);
+                set.run(Fold { shared: &shared, tile, strides, partials: Some(partials) });
             }
         });
         let mut rest = parts.as_mut_slice();
         for &tile in &tiles {
-            let (own, others) = rest.split_at_mut(shared.strides(tile) * len);
+            let (own, others) = rest.split_at_mut(shared.strides(tile).count() * len);
             set.run(Merge { shared: &shared, tile, parts: own });
             rest = others;
         }
@@ -184,17 +205,17 @@ pub fn attend(
     }
     pool.run(tiles.len(), tiles.len().div_ceil(pool.threads() * 16), |range| {
         for &tile in &tiles[range] {
-            let strides = 0..shared.strides(tile);
+            let strides = shared.strides(tile);
             set.run(Fold { shared: &shared, tile, strides, partials: None });
         }
     });
 }
 
 /// Folds some strides of a tile, into `partials` or, if these are all strides, into the output.
-struct Fold<'a> {
+struct Fold<'a, I> {
     shared: &'a Shared<'a>,
     tile: Tile,
-    strides: std::ops::Range<usize>,
+    strides: I,
     partials: Option<&'a mut [f32]>,
 }
 
@@ -208,7 +229,7 @@ struct Merge<'a> {
 impl Kernel for Merge<'_> {
     #[inline(always)]
     fn run<S: Isa>(self, isa: S) {
-        let v_dim = self.shared.layout.v_dim;
+        let v_dim = self.shared.v_dim;
         let mut memory = vec![0.0; Partials::len(v_dim)];
         let mut merged = Partials::over(&mut memory);
         merged.clear();
@@ -226,61 +247,82 @@ fn exp<S: Isa>(isa: S, x: f32) -> f32 {
     lanes[0]
 }
 
-impl Kernel for Fold<'_> {
+/// The part of a page that a query sees, in columns of the page: `0..sinks` and `start..end`.
+#[derive(Clone, Copy, Default)]
+struct Part {
+    sinks: usize,
+    start: usize,
+    end: usize,
+}
+
+impl Part {
+    fn new(visible: Visible, base: usize, columns: usize) -> Self {
+        let within = |at: usize| at.saturating_sub(base).min(columns);
+        let (sinks, start, end) = (within(visible.sinks), within(visible.start), within(visible.end));
+        // An empty window ends with the sinks.
+        if start < end { Self { sinks, start, end } } else { Self { sinks, start: sinks, end: sinks } }
+    }
+}
+
+impl<I: Iterator<Item = usize>> Kernel for Fold<'_, I> {
     #[inline(always)]
     fn run<S: Isa>(self, isa: S) {
-        let layout = self.shared.layout;
-        let (queries, scores, partials) = (TILE * layout.k_dim, TILE * layout.page, Partials::len(layout.v_dim));
+        let Shared { group, attention, v_dim, .. } = *self.shared;
+        let (k_dim, columns) = (group.key_dim(), self.shared.segment(self.tile).1);
+        let layout = self.shared.pages.layout(columns.table.class);
+        let page = layout.columns;
+        let (queries, scores, partials) = (TILE * k_dim, TILE * page, Partials::len(v_dim));
         let mut scratch = SCRATCH.take();
         scratch.resize(scratch.len().max(queries + scores + 2 * partials), 0.0);
         let (queries, rest) = scratch.split_at_mut(queries);
         let (scores, rest) = rest.split_at_mut(scores);
         let (fresh, rest) = rest.split_at_mut(partials);
         let mut fresh = Partials::over(fresh);
-        let (last, write) = (self.tile.count - 1, self.partials.is_none());
+        let (count, write) = (self.tile.count, self.partials.is_none());
         let mut all = Partials::over(self.partials.unwrap_or(&mut rest[..partials]));
         all.clear();
-        let mut seen = [0; TILE];
-        for (i, out) in queries.chunks_exact_mut(layout.k_dim).enumerate().take(self.tile.count) {
-            let (row, head, columns) = self.shared.query(self.tile, i);
-            seen[i] = columns;
-            let from = &self.shared.q.row(row)[head * layout.k_dim..][..layout.k_dim];
-            out.iter_mut().zip(from).for_each(|(out, x)| *out = x * self.shared.scale);
+        let mut seen = [Visible::default(); TILE];
+        for (i, out) in queries.chunks_exact_mut(k_dim).enumerate().take(count) {
+            let (row, head, visible) = self.shared.query(self.tile, i);
+            seen[i] = visible;
+            let from = &self.shared.q.row(row)[head * k_dim..][..k_dim];
+            out.iter_mut().zip(from).for_each(|(out, x)| *out = x * attention.scale);
         }
-        let table = &self.shared.segment(self.tile).tables[self.shared.slot.group];
+        let (first, last) = (seen[0].start, seen[count - 1]);
         for stride in self.strides {
             fresh.clear();
-            let end = seen[last].min((stride + 1) * STRIDE);
-            for start in (stride * STRIDE..end).step_by(layout.page) {
-                let bytes = self.shared.pages.page(self.shared.slot.group, table[start / layout.page]);
-                let page = PageTile { layout, bytes, layer: self.shared.slot.layer, head: self.tile.head };
-                let columns = layout.page.min(end - start);
-                match layout.k {
-                    Raw::F32 => page.scores::<S, f32>(isa, queries, self.tile.count, columns, scores),
-                    Raw::F16 => page.scores::<S, f16>(isa, queries, self.tile.count, columns, scores),
-                    Raw::Bf16 => page.scores::<S, bf16>(isa, queries, self.tile.count, columns, scores),
+            let end = last.end.min((stride + 1) * STRIDE);
+            for base in (stride * STRIDE..end).step_by(page) {
+                if base >= last.sinks && base + page <= first {
+                    continue;
                 }
-                let mut visible = [0; TILE];
-                for i in 0..self.tile.count {
-                    visible[i] = seen[i].saturating_sub(start).min(columns);
-                    if visible[i] > 0 {
-                        soften(
-                            isa,
-                            &mut scores[i * layout.page..][..layout.page],
-                            visible[i],
-                            i,
-                            layout.v_dim,
-                            &mut fresh,
-                        );
+                let columns_here = page.min(end - base);
+                let mut parts = [Part::default(); TILE];
+                let mut ends = [0; TILE];
+                for i in 0..count {
+                    parts[i] = Part::new(seen[i], base, columns_here);
+                    ends[i] = parts[i].end;
+                }
+                let bytes =
+                    self.shared.pages.page(columns.table.class, columns.table.id(base / page), attention.slot.layer);
+                let tile = PageTile { layout, bytes, head: self.tile.head };
+                let values = if group.kind == Kind::Latent {
+                    tile.latent_scores(isa, queries, count, columns_here, scores);
+                    layout.planes[0]
+                } else {
+                    let keys = layout.planes[0];
+                    with_raw!(keys.raw, E => tile.scores::<S, E>(isa, keys, queries, count, columns_here, scores));
+                    layout.planes[1]
+                };
+                for i in 0..count {
+                    if ends[i] > 0 {
+                        let scores = &mut scores[i * page..][..page];
+                        soften(isa, scores, parts[i], attention.softcap, i, v_dim, &mut fresh);
                     }
                 }
-                match layout.v {
-                    Raw::F32 => page.values::<S, f32>(isa, scores, &visible, self.tile.count, &mut fresh),
-                    Raw::F16 => page.values::<S, f16>(isa, scores, &visible, self.tile.count, &mut fresh),
-                    Raw::Bf16 => page.values::<S, bf16>(isa, scores, &visible, self.tile.count, &mut fresh),
-                }
+                with_raw!(values.raw, E => tile.values::<S, E>(isa, values, scores, &ends, count, &mut fresh));
             }
-            all.merge(isa, layout.v_dim, self.tile.count, &mut fresh);
+            all.merge(isa, v_dim, count, &mut fresh);
         }
         if write {
             self.shared.write(isa, self.tile, &mut all);
@@ -291,9 +333,25 @@ impl Kernel for Fold<'_> {
 
 /// Turns a page's scores into weights, and rescales what was folded before it.
 #[inline(always)]
-fn soften<S: Isa>(isa: S, scores: &mut [f32], visible: usize, query: usize, v_dim: usize, partials: &mut Partials<'_>) {
-    let whole = visible.next_multiple_of(LANES);
-    scores[visible..whole].fill(f32::NEG_INFINITY);
+fn soften<S: Isa>(
+    isa: S,
+    scores: &mut [f32],
+    part: Part,
+    softcap: Option<f32>,
+    query: usize,
+    v_dim: usize,
+    partials: &mut Partials<'_>,
+) {
+    let whole = part.end.next_multiple_of(LANES);
+    let chunks = scores[..whole].as_chunks_mut::<LANES>().0;
+    if let Some(cap) = softcap {
+        let (cap, inverse) = (isa.splat(cap), isa.splat(1.0 / cap));
+        for chunk in chunks.iter_mut() {
+            isa.store(isa.mul(isa.tanh(isa.mul(isa.load(chunk), inverse)), cap), chunk);
+        }
+    }
+    scores[part.sinks..part.start].fill(f32::NEG_INFINITY);
+    scores[part.end..whole].fill(f32::NEG_INFINITY);
     let chunks = scores[..whole].as_chunks_mut::<LANES>().0;
     let before = partials.max[query];
     let mut max = isa.splat(before);
@@ -322,18 +380,26 @@ fn soften<S: Isa>(isa: S, scores: &mut [f32], visible: usize, query: usize, v_di
 /// One head's keys and values in one page.
 #[derive(Clone, Copy)]
 struct PageTile<'a> {
-    layout: Layout,
+    layout: &'a Layout,
+    /// The layer's.
     bytes: &'a [u8],
-    layer: usize,
     head: usize,
 }
 
 impl PageTile<'_> {
     /// `scores[i][t] = queries[i] · key t` for the panels of 16 tokens that hold the first `columns`.
     #[inline(always)]
-    fn scores<S: Isa, E: Lane>(&self, isa: S, queries: &[f32], count: usize, columns: usize, scores: &mut [f32]) {
-        let (dim, page) = (self.layout.k_dim, self.layout.page);
-        let keys = self.layout.keys::<E>(self.bytes, self.layer, self.head).as_chunks::<LANES>().0;
+    fn scores<S: Isa, E: Lane>(
+        &self,
+        isa: S,
+        plane: Plane,
+        queries: &[f32],
+        count: usize,
+        columns: usize,
+        scores: &mut [f32],
+    ) {
+        let (dim, page) = (plane.dim, self.layout.columns);
+        let keys = plane.head::<E>(self.bytes, self.head).as_chunks::<LANES>().0;
         for (panel, keys) in keys.chunks_exact(dim).take(columns.div_ceil(LANES)).enumerate() {
             let mut first = 0;
             macro_rules! group {
@@ -363,25 +429,51 @@ impl PageTile<'_> {
         }
     }
 
-    /// `partials[i].out += Σ_t scores[i][t] * value t` over the first `visible[i]` tokens.
+    /// As [`Self::scores`], of keys `[latent | rope]` with their values in lanes.
+    #[inline(always)]
+    fn latent_scores<S: Isa>(&self, isa: S, queries: &[f32], count: usize, columns: usize, scores: &mut [f32]) {
+        let (latent, rope) = (self.layout.planes[0], self.layout.planes[1]);
+        let dim = latent.dim + rope.dim;
+        with_raw!(latent.raw, E => {
+            let latents = latent.head::<E>(self.bytes, 0).as_chunks::<LANES>().0;
+            let ropes = rope.head::<E>(self.bytes, 0).as_chunks::<LANES>().0;
+            let (split, rest) = (latent.dim / LANES, rope.dim / LANES);
+            for column in 0..columns {
+                let (latent, rope) = (&latents[column * split..][..split], &ropes[column * rest..][..rest]);
+                for i in 0..count {
+                    let q = queries[i * dim..][..dim].as_chunks::<LANES>().0;
+                    let mut acc = isa.splat(0.0);
+                    for (key, q) in latent.iter().chain(rope).zip(q) {
+                        acc = isa.fma(<E as Lane>::load(isa, key), isa.load(q), acc);
+                    }
+                    scores[i * self.layout.columns + column] = isa.sum(acc);
+                }
+            }
+        });
+    }
+
+    /// `partials[i].out += Σ_t scores[i][t] * value t` over the first `ends[i]` tokens.
     #[inline(always)]
     fn values<S: Isa, E: Lane>(
         &self,
         isa: S,
+        plane: Plane,
         scores: &[f32],
-        visible: &[usize; TILE],
+        ends: &[usize; TILE],
         count: usize,
         partials: &mut Partials<'_>,
     ) {
-        let (dim, page) = (self.layout.v_dim, self.layout.page);
-        let values = self.layout.values::<E>(self.bytes, self.layer, self.head).as_chunks::<LANES>().0;
+        let (dim, page) = (plane.dim, self.layout.columns);
+        let values = plane.head::<E>(self.bytes, self.head).as_chunks::<LANES>().0;
         let chunks = dim / LANES;
         let mut first = 0;
         macro_rules! group {
             ($n:literal) => {
                 while count - first >= $n {
-                    // Positions ascend within a tile, so the first query of the group sees the least.
-                    let common = visible[first];
+                    let mut common = page;
+                    for i in 0..$n {
+                        common = common.min(ends[first + i]);
+                    }
                     let mut rows: [&[f32]; $n] = [&[]; $n];
                     for i in 0..$n {
                         rows[i] = &scores[(first + i) * page..][..page];
@@ -398,7 +490,7 @@ impl PageTile<'_> {
                             }
                         }
                         for i in 0..$n {
-                            for t in common..visible[first + i] {
+                            for t in common..ends[first + i] {
                                 let value = E::load(isa, &values[t * chunks + chunk]);
                                 acc[i] = isa.fma(value, isa.splat(rows[i][t]), acc[i]);
                             }

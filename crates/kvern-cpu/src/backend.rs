@@ -1,10 +1,11 @@
 //! [`Cpu`]: the verbs of [`Backend`] as calls of kernels.
 
+use std::ops::Range;
 use std::sync::{Mutex, PoisonError};
 
-use kvern_backend::{Activation, Attention, Backend, Columns, Error as BackendError, Slot};
+use kvern_backend::{Activation, Attention, Backend, DeltaInputs, DeltaRule, Error as BackendError, Part, Slot};
 use kvern_base::AllocError;
-use kvern_state::{StateSpec, StepPlan};
+use kvern_state::{StateSpec, StepPlan, Table};
 use kvern_weights::Tensor as Weight;
 
 use crate::matmul::{Product, Store};
@@ -12,7 +13,7 @@ use crate::pack::{Body, Linear};
 use crate::pages::Pages;
 use crate::pool::Pool;
 use crate::quantize::{GROUP, Quantized};
-use crate::{KernelSet, Tensor, attention, elementwise, matmul};
+use crate::{KernelSet, Tensor, attention, elementwise, isa, matmul, recurrent};
 
 /// How a [`Cpu`] is made.
 #[derive(Debug, Clone, Default)]
@@ -217,20 +218,13 @@ impl Backend for Cpu {
         Ok(())
     }
 
-    fn append(
-        &self,
-        step: &StepPlan,
-        pages: &mut Pages,
-        slot: Slot,
-        k: &Tensor,
-        v: &Tensor,
-    ) -> Result<(), BackendError> {
-        let layout = pages.layout(slot.group);
-        BackendError::check("append", "width of the keys", layout.heads * layout.k_dim, k.width())?;
-        BackendError::check("append", "width of the values", layout.heads * layout.v_dim, v.width())?;
-        BackendError::check("append", "rows of the keys", step.tokens.len(), k.rows())?;
-        BackendError::check("append", "rows of the values", step.tokens.len(), v.rows())?;
-        pages.append(self.set, &self.pool, step, slot, k, v);
+    fn append(&self, step: &StepPlan, pages: &mut Pages, slot: Slot, planes: &[&Tensor]) -> Result<(), BackendError> {
+        let shapes: Vec<_> = planes.iter().map(|plane| shape(plane)).collect();
+        kvern_backend::check_append(pages.spec(), slot, step.tokens.len(), &shapes)?;
+        for segment in &step.segments {
+            let columns = kvern_backend::columns("append", segment, slot.group)?;
+            pages.append(self.set, &self.pool, segment, columns, slot.layer, planes);
+        }
         Ok(())
     }
 
@@ -239,12 +233,54 @@ impl Backend for Cpu {
         step: &StepPlan,
         pages: &Pages,
         attention: Attention,
+        sinks: Option<&Vec<f32>>,
         q: &Tensor,
         out: &mut Tensor,
     ) -> Result<(), BackendError> {
-        let (q_shape, out_shape) = ((q.rows(), q.width()), (out.rows(), out.width()));
-        attention.check(pages.group(attention.slot.group), step.tokens.len(), q_shape, out_shape)?;
-        attention::attend(self.set, &self.pool, step, pages, attention, q, out);
+        attention.check(pages.spec(), step.tokens.len(), sinks.map(Vec::len), shape(q), shape(out))?;
+        for segment in &step.segments {
+            kvern_backend::columns("attend", segment, attention.slot.group)?;
+        }
+        attention::attend(self.set, &self.pool, step, pages, attention, sinks.map(Vec::as_slice), q, out);
+        Ok(())
+    }
+
+    fn convolve(
+        &self,
+        step: &StepPlan,
+        pages: &mut Pages,
+        (slot, plane): (Slot, usize),
+        kernel: &Vec<f32>,
+        x: &Tensor,
+        out: &mut Tensor,
+    ) -> Result<(), BackendError> {
+        let (tokens, state) = (step.tokens.len(), (slot, plane));
+        kvern_backend::check_convolution(pages.spec(), state, tokens, kernel.len(), shape(x), shape(out))?;
+        for segment in &step.segments {
+            kvern_backend::states("convolve", segment, slot.group)?;
+        }
+        recurrent::convolve(&self.pool, step, pages, (slot.group, slot.layer, plane), kernel, x, out);
+        Ok(())
+    }
+
+    fn delta_rule(
+        &self,
+        step: &StepPlan,
+        pages: &mut Pages,
+        rule: DeltaRule,
+        inputs: DeltaInputs<'_, Tensor>,
+        out: &mut Tensor,
+    ) -> Result<(), BackendError> {
+        let DeltaInputs { q, k, v, decay, beta } = inputs;
+        rule.check(pages.spec(), step.tokens.len(), [q, k, v, decay, beta, &*out].map(shape))?;
+        if !rule.value_dim.is_multiple_of(isa::LANES) {
+            let found = rule.value_dim.to_string();
+            return Err(BackendError::Unsupported { what: "a value dimension", found, needs: "a multiple of 16" });
+        }
+        for segment in &step.segments {
+            kvern_backend::states("delta_rule", segment, rule.slot.group)?;
+        }
+        recurrent::delta_rule(self.set, &self.pool, step, pages, rule, &inputs, out);
         Ok(())
     }
 
@@ -274,7 +310,35 @@ impl Backend for Cpu {
         Ok(tensor.values().to_vec())
     }
 
-    fn export(&self, pages: &Pages, slot: Slot, table: &[u32], len: usize) -> Result<Columns, BackendError> {
-        Ok(pages.export(slot, table, len))
+    fn export(
+        &self,
+        pages: &Pages,
+        part: Part,
+        table: &Table,
+        columns: Range<usize>,
+        out: &mut [u8],
+    ) -> Result<(), BackendError> {
+        let bytes = pages.spec().classes()[table.class].planes[part.plane].column_bytes();
+        BackendError::check("export", "bytes of the columns", bytes * columns.len(), out.len())?;
+        pages.export(part, table, columns, out);
+        Ok(())
     }
+
+    fn import(
+        &self,
+        pages: &mut Pages,
+        part: Part,
+        table: &Table,
+        columns: Range<usize>,
+        bytes: &[u8],
+    ) -> Result<(), BackendError> {
+        let column = pages.spec().classes()[table.class].planes[part.plane].column_bytes();
+        BackendError::check("import", "bytes of the columns", column * columns.len(), bytes.len())?;
+        Ok(pages.import(Some(&self.pool), part, table, columns, bytes)?)
+    }
+}
+
+/// Rows and width.
+fn shape(tensor: &Tensor) -> (usize, usize) {
+    (tensor.rows(), tensor.width())
 }

@@ -1,235 +1,397 @@
-//! Pages in memory: keys as panels whose lanes are tokens, values with the head dimension in lanes.
+//! Pages in memory: keys as panels whose lanes are tokens, everything else with its values in lanes.
 //!
 //! ```text
-//! page = [layer] { keys [head][panel of 16 tokens][k_dim][16 tokens] | values [head][token][v_dim] }
+//! page = [layer][plane]   keys:   [head][panel of 16 columns][dim][16 columns]
+//!                         others: [head][column][dim]
 //! ```
 //!
 //! Decode and prefill then share each score's order (the head dimension, ascending) and each output's order (tokens, ascending), while
-//! a tile of queries reuses every key and value it loads. A page is allocated when it is first used.
+//! a tile of queries reuses every key and value it loads. A latent is key and value at once and stays with its values in lanes: its scores
+//! end in one sum over lanes, which its length pays for. A page is allocated when it is first used.
 
-use kvern_backend::{Columns, Error, Slot};
+use std::ops::Range;
+
+use kvern_backend::{Error, Part};
 use kvern_base::{AllocError, Buffer, Element, Raw, bf16, f16};
-use kvern_state::{GroupSpec, PageCopy, StateSpec, StepPlan};
+use kvern_state::{Class, Kind, PageCopy, PageId, Segment, StateSpec, StepPlan, Table};
 
 use crate::attention::STRIDE;
 use crate::isa::{Isa, Kernel, LANES, Lane};
 use crate::pool::{Disjoint, Pool};
 use crate::{KernelSet, Tensor};
 
-/// Page storage: `groups[group][page id]`.
-#[derive(Debug)]
-pub struct Pages {
-    spec: StateSpec,
-    groups: Vec<Vec<Option<Buffer>>>,
+/// Runs an expression with `$E` as the element type that a [`Raw`] names.
+macro_rules! with_raw {
+    ($raw:expr, $E:ident => $run:expr) => {
+        match $raw {
+            Raw::F32 => {
+                type $E = f32;
+                $run
+            }
+            Raw::F16 => {
+                type $E = f16;
+                $run
+            }
+            Raw::Bf16 => {
+                type $E = bf16;
+                $run
+            }
+        }
+    };
+}
+pub(crate) use with_raw;
+
+/// One plane of a layer in a page.
+#[derive(Debug, Clone, Copy)]
+pub struct Plane {
+    /// Bytes before it in its layer.
+    offset: usize,
+    /// Heads.
+    pub heads: usize,
+    /// Values of one head.
+    pub dim: usize,
+    /// Element type.
+    pub raw: Raw,
+    /// Columns of the page.
+    columns: usize,
+    /// Whether lanes are columns.
+    panels: bool,
 }
 
-/// Where things lie in a page, in elements of their side's type.
-#[derive(Debug, Clone, Copy)]
+impl Plane {
+    fn bytes(&self) -> usize {
+        self.heads * self.columns * self.dim * self.raw.bytes()
+    }
+
+    /// Bytes of one column.
+    fn column_bytes(&self) -> usize {
+        self.heads * self.dim * self.raw.bytes()
+    }
+
+    /// One head's elements, of all columns, in a layer's bytes.
+    #[inline(always)]
+    pub fn head<'a, E: Element>(&self, layer: &'a [u8], head: usize) -> &'a [E] {
+        let size = self.columns * self.dim * size_of::<E>();
+        bytemuck::cast_slice(&layer[self.offset + head * size..][..size])
+    }
+
+    #[inline(always)]
+    fn head_mut<'a, E: Element>(&self, layer: &'a mut [u8], head: usize) -> &'a mut [E] {
+        let size = self.columns * self.dim * size_of::<E>();
+        bytemuck::cast_slice_mut(&mut layer[self.offset + head * size..][..size])
+    }
+
+    /// Where one head's column begins within [`Self::head`], and the distance of its elements.
+    fn column(&self, column: usize) -> (usize, usize) {
+        if self.panels { (column / LANES * LANES * self.dim + column % LANES, LANES) } else { (column * self.dim, 1) }
+    }
+
+    /// Copies columns to canonical order, whose bytes need not be aligned.
+    fn export<E: Element>(&self, layer: &[u8], columns: Range<usize>, out: &mut [u8]) {
+        for head in 0..self.heads {
+            let from = self.head::<E>(layer, head);
+            for (column, out) in columns.clone().zip(out.chunks_exact_mut(self.column_bytes())) {
+                let (start, step) = self.column(column);
+                let out = out[head * self.dim * size_of::<E>()..].chunks_exact_mut(size_of::<E>()).take(self.dim);
+                out.zip(from[start..].iter().step_by(step))
+                    .for_each(|(out, x)| out.copy_from_slice(bytemuck::bytes_of(x)));
+            }
+        }
+    }
+
+    /// The inverse of [`Self::export`].
+    fn import<E: Element>(&self, layer: &mut [u8], columns: Range<usize>, bytes: &[u8]) {
+        for head in 0..self.heads {
+            let to = self.head_mut::<E>(layer, head);
+            for (column, bytes) in columns.clone().zip(bytes.chunks_exact(self.column_bytes())) {
+                let (start, step) = self.column(column);
+                let values = bytes[head * self.dim * size_of::<E>()..].chunks_exact(size_of::<E>()).take(self.dim);
+                to[start..]
+                    .iter_mut()
+                    .step_by(step)
+                    .zip(values)
+                    .for_each(|(to, x)| *to = bytemuck::pod_read_unaligned(x));
+            }
+        }
+    }
+
+    /// Encodes one column.
+    #[inline(always)]
+    fn store<S: Isa, E: Lane>(&self, isa: S, layer: &mut [u8], column: usize, values: &[f32]) {
+        let (start, step) = self.column(column);
+        for (head, values) in values.chunks_exact(self.dim).enumerate() {
+            let to = &mut self.head_mut::<E>(layer, head)[start..];
+            let (chunks, rest) = values.as_chunks::<LANES>();
+            let (mut whole, tail) = (0, chunks.len() * LANES * step);
+            for chunk in chunks {
+                let mut encoded = [E::from_f32(0.0); LANES];
+                E::store(isa, isa.load(chunk), &mut encoded);
+                if step == 1 {
+                    to[whole..][..LANES].copy_from_slice(&encoded);
+                } else {
+                    to[whole..].iter_mut().step_by(step).zip(encoded).for_each(|(to, x)| *to = x);
+                }
+                whole += LANES * step;
+            }
+            for (i, &x) in rest.iter().enumerate() {
+                to[tail + i * step] = E::from_f32(x);
+            }
+        }
+    }
+}
+
+/// Where things lie in the pages of a class.
+#[derive(Debug, Clone)]
 pub struct Layout {
-    /// Tokens of a page.
-    pub page: usize,
-    /// Key/value heads.
-    pub heads: usize,
-    /// Values of a key.
-    pub k_dim: usize,
-    /// Values of a value.
-    pub v_dim: usize,
-    /// Element type of keys.
-    pub k: Raw,
-    /// Element type of values.
-    pub v: Raw,
+    /// Columns of a page.
+    pub columns: usize,
+    /// The planes.
+    pub planes: Vec<Plane>,
+    layers: usize,
+    layer_bytes: usize,
 }
 
 impl Layout {
-    fn new(page: usize, group: &GroupSpec) -> Self {
-        let (heads, k_dim, v_dim) = (group.kv_heads, group.k_dim, group.v_dim);
-        Self { page, heads, k_dim, v_dim, k: group.k.raw(), v: group.v.raw() }
+    fn new(class: &Class, kind: Kind) -> Self {
+        let (mut planes, mut offset) = (Vec::new(), 0);
+        for (index, plane) in class.planes.iter().enumerate() {
+            let panels = kind == Kind::Attention && index == 0;
+            let (heads, dim, raw) = (plane.heads, plane.dim, plane.codec.raw());
+            planes.push(Plane { offset, heads, dim, raw, columns: class.columns, panels });
+            offset += planes[index].bytes();
+        }
+        Self { columns: class.columns, planes, layers: class.layers, layer_bytes: offset }
     }
 
-    fn k_bytes(&self) -> usize {
-        self.heads * self.page * self.k_dim * self.k.bytes()
+    /// Bytes before a plane in its layer.
+    pub fn offset(&self, plane: usize) -> usize {
+        self.planes[plane].offset
     }
 
-    fn layer_bytes(&self) -> usize {
-        self.k_bytes() + self.heads * self.page * self.v_dim * self.v.bytes()
+    /// The bytes of a layer within a page.
+    pub fn layer(&self, layer: usize) -> Range<usize> {
+        layer * self.layer_bytes..(layer + 1) * self.layer_bytes
     }
+}
 
-    /// One head's keys: panels `[page / 16][k_dim][16]`.
-    #[inline(always)]
-    pub fn keys<'a, E: Element>(&self, page: &'a [u8], layer: usize, head: usize) -> &'a [E] {
-        let size = self.page * self.k_dim * size_of::<E>();
-        bytemuck::cast_slice(&page[layer * self.layer_bytes() + head * size..][..size])
-    }
-
-    /// One head's values: `[page][v_dim]`.
-    #[inline(always)]
-    pub fn values<'a, E: Element>(&self, page: &'a [u8], layer: usize, head: usize) -> &'a [E] {
-        let size = self.page * self.v_dim * size_of::<E>();
-        bytemuck::cast_slice(&page[layer * self.layer_bytes() + self.k_bytes() + head * size..][..size])
-    }
+/// Page storage: `classes[class][page id]`.
+#[derive(Debug)]
+pub struct Pages {
+    spec: StateSpec,
+    layouts: Vec<Layout>,
+    classes: Vec<Vec<Option<Buffer>>>,
 }
 
 impl Pages {
     /// Storage for a pool of this state.
     pub fn new(spec: &StateSpec) -> Result<Self, Error> {
-        if !spec.page().is_multiple_of(LANES) || !STRIDE.is_multiple_of(spec.page()) {
+        let has_columns = spec.groups().iter().any(|group| group.kind != Kind::Recurrent);
+        if has_columns && (!spec.page().is_multiple_of(LANES) || !STRIDE.is_multiple_of(spec.page())) {
             let found = format!("{} tokens", spec.page());
             return Err(Error::Unsupported { what: "a page", found, needs: "16 to 512 tokens" });
         }
         for group in spec.groups() {
-            if !group.v_dim.is_multiple_of(LANES) {
-                let found = group.v_dim.to_string();
-                return Err(Error::Unsupported { what: "a value dimension", found, needs: "a multiple of 16" });
+            let rows = match group.kind {
+                Kind::Attention => &group.planes[1..],
+                Kind::Latent => &group.planes,
+                Kind::Recurrent => &[],
+            };
+            if let Some(plane) = rows.iter().find(|plane| !plane.dim.is_multiple_of(LANES)) {
+                let found = format!("{} ({})", plane.dim, plane.name);
+                return Err(Error::Unsupported { what: "a dimension", found, needs: "a multiple of 16" });
             }
         }
-        Ok(Self { spec: spec.clone(), groups: spec.groups().iter().map(|_| Vec::new()).collect() })
+        let layout = |class: &Class| Layout::new(class, spec.groups()[class.group].kind);
+        let layouts = spec.classes().iter().map(layout).collect();
+        Ok(Self { spec: spec.clone(), layouts, classes: spec.classes().iter().map(|_| Vec::new()).collect() })
     }
 
-    /// Allocates the pages that a step names and makes its copies.
-    pub fn begin(&mut self, plan: &StepPlan) -> Result<(), AllocError> {
-        for (group, pages) in self.groups.iter_mut().enumerate() {
-            let bytes = self.spec.page_bytes(group) as usize;
-            for &id in plan.segments.iter().flat_map(|segment| &segment.tables[group]) {
-                if pages.len() <= id as usize {
-                    pages.resize_with(id as usize + 1, || None);
-                }
-                if pages[id as usize].is_none() {
-                    pages[id as usize] = Some(Buffer::zeroed(bytes)?);
-                }
-            }
+    /// What the model declared.
+    pub fn spec(&self) -> &StateSpec {
+        &self.spec
+    }
+
+    /// The layout of a class.
+    pub fn layout(&self, class: usize) -> &Layout {
+        &self.layouts[class]
+    }
+
+    fn allocate(&mut self, PageId { class, id }: PageId) -> Result<(), AllocError> {
+        let pages = &mut self.classes[class];
+        if pages.len() <= id as usize {
+            pages.resize_with(id as usize + 1, || None);
         }
-        for &PageCopy { group, from, to } in &plan.copies {
-            let taken = self.groups[group][to as usize].take();
-            if let (Some(mut to_page), Some(from_page)) = (taken, &self.groups[group][from as usize]) {
-                to_page.bytes_mut().copy_from_slice(from_page.bytes());
-                self.groups[group][to as usize] = Some(to_page);
+        if pages[id as usize].is_none() {
+            pages[id as usize] = Some(Buffer::zeroed(self.spec.classes()[class].bytes() as usize)?);
+        }
+        Ok(())
+    }
+
+    /// Allocates the pages that a step is the first to write and makes its copies.
+    pub fn begin(&mut self, plan: &StepPlan) -> Result<(), Error> {
+        for &page in &plan.fresh {
+            self.allocate(page)?;
+        }
+        for copy in &plan.copies {
+            if copy.from.class == copy.to.class {
+                self.copy(copy);
+            } else {
+                self.encode(copy)?;
             }
         }
         Ok(())
     }
 
-    /// What the model declared of a group.
-    pub fn group(&self, group: usize) -> &GroupSpec {
-        &self.spec.groups()[group]
-    }
-
-    /// The layout of a group's pages.
-    pub fn layout(&self, group: usize) -> Layout {
-        Layout::new(self.spec.page(), &self.spec.groups()[group])
-    }
-
-    /// A page's bytes.
-    #[inline(always)]
-    pub fn page(&self, group: usize, id: u32) -> &[u8] {
-        // `begin` allocated every page that a step names.
-        self.groups[group][id as usize].as_ref().map_or(&[], Buffer::bytes)
-    }
-
-    /// Stores a step's keys and values.
-    pub fn append(&mut self, set: KernelSet, pool: &Pool, plan: &StepPlan, slot: Slot, k: &Tensor, v: &Tensor) {
-        let layout = self.layout(slot.group);
-        let mut parts: Vec<Option<Disjoint<'_, u8>>> = Vec::with_capacity(self.groups[slot.group].len());
-        parts
-            .extend(self.groups[slot.group].iter_mut().map(|page| page.as_mut().map(|p| Disjoint::new(p.bytes_mut()))));
-        let layer = layout.layer_bytes();
-        for segment in &plan.segments {
-            let table = &segment.tables[slot.group];
-            let first = segment.past / layout.page;
-            let last = (segment.past + segment.count).div_ceil(layout.page);
-            pool.run(last - first, if segment.count * k.width() < 1 << 14 { last } else { 1 }, |range| {
-                for (page, &id) in table.iter().enumerate().skip(range.start + first).take(range.len()) {
-                    let Some(Some(part)) = parts.get(id as usize) else { continue };
-                    // SAFETY: a page with free columns belongs to one row, and items are disjoint in pages.
-                    let bytes = unsafe { part.part(slot.layer * layer..(slot.layer + 1) * layer) };
-                    let from = segment.past.max(page * layout.page);
-                    let to = (segment.past + segment.count).min((page + 1) * layout.page);
-                    for position in from..to {
-                        let row = segment.start + position - segment.past;
-                        let token = position % layout.page;
-                        set.run(Store { layout, bytes: &mut *bytes, token, k: k.row(row), v: v.row(row) });
-                    }
-                }
-            });
+    fn copy(&mut self, PageCopy { from, to, .. }: &PageCopy) {
+        let pages = &mut self.classes[to.class];
+        let taken = pages[to.id as usize].take();
+        if let (Some(mut to_page), Some(from_page)) = (taken, &pages[from.id as usize]) {
+            to_page.bytes_mut().copy_from_slice(from_page.bytes());
+            pages[to.id as usize] = Some(to_page);
         }
     }
 
-    /// Copies a layer's first `len` columns out in canonical order.
-    pub fn export(&self, slot: Slot, table: &[u32], len: usize) -> Columns {
-        let layout = self.layout(slot.group);
-        let mut columns = Columns { k: Vec::new(), v: Vec::new() };
-        for position in 0..len {
-            let page = self.page(slot.group, table[position / layout.page]);
-            for head in 0..layout.heads {
-                match layout.k {
-                    Raw::F32 => export_key::<f32>(layout, page, slot.layer, head, position, &mut columns.k),
-                    Raw::F16 => export_key::<f16>(layout, page, slot.layer, head, position, &mut columns.k),
-                    Raw::Bf16 => export_key::<bf16>(layout, page, slot.layer, head, position, &mut columns.k),
+    /// Decodes the columns of a page and encodes them into another class. It happens once in a row's life.
+    fn encode(&mut self, PageCopy { from, to, columns }: &PageCopy) -> Result<(), Error> {
+        let planes = |class: usize| self.spec.classes()[class].planes.clone();
+        let (from_planes, to_planes) = (planes(from.class), planes(to.class));
+        let table = |page: &PageId| Table { class: page.class, ids: vec![page.id], ..Table::default() };
+        for layer in 0..self.layouts[to.class].layers {
+            for (plane, (decode, encode)) in from_planes.iter().zip(&to_planes).enumerate() {
+                let part = Part { layer, plane };
+                let mut bytes = vec![0; columns * decode.column_bytes()];
+                self.export(part, &table(from), 0..*columns, &mut bytes);
+                let mut values = vec![0.0; decode.dim];
+                let mut encoded = vec![0; columns * encode.column_bytes()];
+                let heads = bytes.chunks_exact(decode.codec.bytes(decode.dim));
+                for (from, to) in heads.zip(encoded.chunks_exact_mut(encode.codec.bytes(encode.dim))) {
+                    decode.codec.decode(from, &mut values);
+                    encode.codec.encode(&values, to);
                 }
-                let column = layout.v_dim * layout.v.bytes();
-                let start = layout.k_bytes() + (head * layout.page + position % layout.page) * column;
-                columns.v.extend_from_slice(&page[slot.layer * layout.layer_bytes() + start..][..column]);
+                self.import(None, part, &table(to), 0..*columns, &encoded)?;
             }
         }
-        columns
+        Ok(())
+    }
+
+    /// A layer of a page.
+    #[inline(always)]
+    pub fn page(&self, class: usize, id: u32, layer: usize) -> &[u8] {
+        // `begin` and `import` allocate every page that a row holds.
+        self.classes[class][id as usize].as_ref().map_or(&[], |page| &page.bytes()[self.layouts[class].layer(layer)])
+    }
+
+    /// Every page of a class, for writers of disjoint parts.
+    pub fn parts(&mut self, class: usize) -> Vec<Option<Disjoint<'_, u8>>> {
+        let parts = self.classes[class].iter_mut();
+        parts.map(|page| page.as_mut().map(|page| Disjoint::new(page.bytes_mut()))).collect()
+    }
+
+    /// Stores a segment's columns: a tensor for each plane.
+    pub fn append(
+        &mut self,
+        set: KernelSet,
+        pool: &Pool,
+        segment: &Segment,
+        columns: &kvern_state::Columns,
+        layer: usize,
+        planes: &[&Tensor],
+    ) {
+        let class = columns.table.class;
+        let layout = self.layouts[class].clone();
+        let parts = self.parts(class);
+        let (first, last) = (columns.past / layout.columns, (columns.past + columns.count).div_ceil(layout.columns));
+        let writer = segment.writers(columns).start;
+        let small = columns.count * planes.iter().map(|plane| plane.width()).sum::<usize>() < 1 << 15;
+        pool.run(last - first, if small { last } else { 1 }, |range| {
+            for page in range.start + first..range.end + first {
+                let Some(Some(part)) = parts.get(columns.table.id(page) as usize) else { continue };
+                // SAFETY: a page with free columns belongs to one row, and items are disjoint in pages.
+                let bytes = unsafe { part.part(layout.layer(layer)) };
+                let from = columns.past.max(page * layout.columns);
+                let to = (columns.past + columns.count).min((page + 1) * layout.columns);
+                for position in from..to {
+                    let (row, column) = (writer + position - columns.past, position % layout.columns);
+                    set.run(Store { layout: &layout, bytes: &mut *bytes, column, planes, row });
+                }
+            }
+        });
+    }
+
+    /// Copies columns out in canonical order.
+    pub fn export(&self, part: Part, table: &Table, columns: Range<usize>, out: &mut [u8]) {
+        let layout = &self.layouts[table.class];
+        let plane = layout.planes[part.plane];
+        let mut rest = out;
+        for piece in pieces(columns, layout.columns) {
+            let (out, later) = rest.split_at_mut(plane.column_bytes() * piece.len());
+            let layer = self.page(table.class, table.id(piece.start / layout.columns), part.layer);
+            let start = piece.start % layout.columns;
+            let columns = start..start + piece.len();
+            with_raw!(plane.raw, E => plane.export::<E>(layer, columns, out));
+            rest = later;
+        }
+    }
+
+    /// The inverse of [`Self::export`].
+    pub fn import(
+        &mut self,
+        pool: Option<&Pool>,
+        part: Part,
+        table: &Table,
+        columns: Range<usize>,
+        bytes: &[u8],
+    ) -> Result<(), AllocError> {
+        for &id in &table.ids {
+            self.allocate(PageId { class: table.class, id })?;
+        }
+        let layout = self.layouts[table.class].clone();
+        let plane = layout.planes[part.plane];
+        let parts = self.parts(table.class);
+        let pieces: Vec<Range<usize>> = pieces(columns.clone(), layout.columns).collect();
+        let run = |range: Range<usize>| {
+            for piece in &pieces[range] {
+                let Some(Some(page)) = parts.get(table.id(piece.start / layout.columns) as usize) else { continue };
+                // SAFETY: pieces are disjoint in pages, and a row that is being restored has its pages for itself.
+                let layer = unsafe { page.part(layout.layer(part.layer)) };
+                let start = piece.start % layout.columns;
+                let at = (piece.start - columns.start) * plane.column_bytes();
+                let bytes = &bytes[at..][..piece.len() * plane.column_bytes()];
+                with_raw!(plane.raw, E => plane.import::<E>(layer, start..start + piece.len(), bytes));
+            }
+        };
+        match pool {
+            Some(pool) => pool.run(pieces.len(), 4, run),
+            None => run(0..pieces.len()),
+        }
+        Ok(())
     }
 }
 
-fn export_key<E: Element>(layout: Layout, page: &[u8], layer: usize, head: usize, position: usize, out: &mut Vec<u8>) {
-    let token = position % layout.page;
-    let panel = &layout.keys::<E>(page, layer, head)[token / LANES * layout.k_dim * LANES..][..layout.k_dim * LANES];
-    panel.iter().skip(token % LANES).step_by(LANES).for_each(|x| out.extend_from_slice(bytemuck::bytes_of(x)));
+/// Cuts columns at the borders of pages.
+fn pieces(columns: Range<usize>, page: usize) -> impl Iterator<Item = Range<usize>> {
+    let Range { mut start, end } = columns;
+    std::iter::from_fn(move || {
+        let piece = start..end.min((start / page + 1) * page);
+        start = piece.end;
+        (!piece.is_empty()).then_some(piece)
+    })
 }
 
-/// Encodes one token's keys and values into a layer of its page.
+/// Encodes one row of each plane's tensor into a layer of its page.
 struct Store<'a> {
-    layout: Layout,
+    layout: &'a Layout,
     bytes: &'a mut [u8],
-    token: usize,
-    k: &'a [f32],
-    v: &'a [f32],
+    column: usize,
+    planes: &'a [&'a Tensor],
+    row: usize,
 }
 
 impl Kernel for Store<'_> {
     #[inline(always)]
     fn run<S: Isa>(self, isa: S) {
-        let (keys, values) = self.bytes.split_at_mut(self.layout.k_bytes());
-        match self.layout.k {
-            Raw::F32 => store_keys::<S, f32>(isa, self.layout, bytemuck::cast_slice_mut(keys), self.token, self.k),
-            Raw::F16 => store_keys::<S, f16>(isa, self.layout, bytemuck::cast_slice_mut(keys), self.token, self.k),
-            Raw::Bf16 => store_keys::<S, bf16>(isa, self.layout, bytemuck::cast_slice_mut(keys), self.token, self.k),
-        }
-        match self.layout.v {
-            Raw::F32 => store_values::<S, f32>(isa, self.layout, bytemuck::cast_slice_mut(values), self.token, self.v),
-            Raw::F16 => store_values::<S, f16>(isa, self.layout, bytemuck::cast_slice_mut(values), self.token, self.v),
-            Raw::Bf16 => {
-                store_values::<S, bf16>(isa, self.layout, bytemuck::cast_slice_mut(values), self.token, self.v)
-            }
-        }
-    }
-}
-
-#[inline(always)]
-fn store_keys<S: Isa, E: Lane>(isa: S, layout: Layout, keys: &mut [E], token: usize, k: &[f32]) {
-    for (head, k) in k.chunks_exact(layout.k_dim).enumerate() {
-        let panel = (head * layout.page + token - token % LANES) * layout.k_dim;
-        let out = keys[panel..][..layout.k_dim * LANES].iter_mut().skip(token % LANES).step_by(LANES);
-        let (chunks, rest) = k.as_chunks::<LANES>();
-        let mut out = out;
-        for chunk in chunks {
-            let mut encoded = [E::from_f32(0.0); LANES];
-            E::store(isa, isa.load(chunk), &mut encoded);
-            out.by_ref().zip(encoded).for_each(|(out, x)| *out = x);
-        }
-        out.zip(rest).for_each(|(out, &x)| *out = E::from_f32(x));
-    }
-}
-
-#[inline(always)]
-fn store_values<S: Isa, E: Lane>(isa: S, layout: Layout, values: &mut [E], token: usize, v: &[f32]) {
-    for (head, v) in v.chunks_exact(layout.v_dim).enumerate() {
-        let out = &mut values[(head * layout.page + token) * layout.v_dim..][..layout.v_dim];
-        for (out, v) in out.as_chunks_mut::<LANES>().0.iter_mut().zip(v.as_chunks::<LANES>().0) {
-            E::store(isa, isa.load(v), out);
+        for (plane, values) in self.layout.planes.iter().zip(self.planes) {
+            with_raw!(plane.raw, E => plane.store::<S, E>(isa, self.bytes, self.column, values.row(self.row)));
         }
     }
 }

@@ -4,7 +4,7 @@ use std::collections::{BTreeSet, VecDeque};
 
 use kvern_backend::Backend;
 use kvern_models::{Info, Model};
-use kvern_state::{Batch, Pool, Usage};
+use kvern_state::{Batch, Demand, Kind, Limits, Pool, PrefixIndex, Usage};
 
 use crate::sampler::{Sampled, Sampling, sample};
 use crate::{Error, memory};
@@ -25,11 +25,16 @@ pub struct EngineOptions {
     pub state_memory: Option<u64>,
     /// Tokens of a row, if fewer than the model's context.
     pub context: Option<usize>,
+    /// What may be kept of ended rows, so that later ones can begin where they are. Pages that are kept are given up when a request needs them.
+    pub prefixes: Limits,
+    /// Tokens between two snapshots of a prompt, for models whose rows can only be resumed where a snapshot was taken.
+    pub snapshot_stride: usize,
 }
 
 impl Default for EngineOptions {
     fn default() -> Self {
-        Self { max_rows: 64, max_tokens: 512, state_memory: None, context: None }
+        let prefixes = Limits { device: u64::MAX, ..Limits::default() };
+        Self { max_rows: 64, max_tokens: 512, state_memory: None, context: None, prefixes, snapshot_stride: 512 }
     }
 }
 
@@ -44,12 +49,17 @@ pub struct Request {
     pub sampling: Sampling,
     /// Ids that end the generation; they are not part of it.
     pub stops: BTreeSet<u32>,
+    /// Lengths of the prompt at which other prompts may part from it, such as the ends of messages.
+    pub boundaries: Vec<usize>,
+    /// State is shared between requests of equal salt only.
+    pub salt: String,
 }
 
 impl Request {
     /// A greedy request without stop ids.
     pub fn new(prompt: Vec<u32>, max_tokens: usize) -> Self {
-        Self { prompt, max_tokens, sampling: Sampling::default(), stops: BTreeSet::new() }
+        let (stops, boundaries, salt) = (BTreeSet::new(), Vec::new(), String::new());
+        Self { prompt, max_tokens, sampling: Sampling::default(), stops, boundaries, salt }
     }
 }
 
@@ -79,28 +89,35 @@ pub struct Event {
     pub token: Option<Token>,
     /// Set with the last event of a request.
     pub finish: Option<Finish>,
+    /// Tokens of the prompt whose state was there already and was not computed again.
+    pub cached: usize,
 }
 
 /// A request that runs; its row has the same index in the batch.
 #[derive(Debug)]
-struct Sequence {
+pub(crate) struct Sequence {
     id: RequestId,
     /// Prompt and generated tokens. The row holds all of them but those still to be processed.
-    tokens: Vec<u32>,
+    pub(crate) tokens: Vec<u32>,
     prompt: usize,
     limit: usize,
     sampling: Sampling,
     stops: BTreeSet<u32>,
+    /// Lengths at which to take a snapshot, ascending.
+    boundaries: Vec<usize>,
+    pub(crate) salt: String,
+    cached: usize,
 }
 
 /// A model with its state and running requests.
 pub struct Engine<B: Backend> {
-    backend: B,
+    pub(crate) backend: B,
     model: Box<dyn Model<B>>,
-    pages: B::Pages,
-    batch: Batch,
-    running: Vec<Sequence>,
+    pub(crate) pages: B::Pages,
+    pub(crate) batch: Batch,
+    pub(crate) running: Vec<Sequence>,
     waiting: VecDeque<Sequence>,
+    pub(crate) index: PrefixIndex,
     options: EngineOptions,
     context: usize,
     next: u64,
@@ -110,7 +127,7 @@ impl<B: Backend> Engine<B> {
     /// An engine without requests.
     ///
     /// # Errors
-    /// The backend's, for page storage.
+    /// The backend's, for page storage, or the system's, for the directory of checkpoints.
     pub fn new(backend: B, model: Box<dyn Model<B>>, mut options: EngineOptions) -> Result<Self, Error> {
         // Every row that generates takes a token of the step.
         options.max_rows = options.max_rows.min(options.max_tokens);
@@ -118,8 +135,9 @@ impl<B: Backend> Engine<B> {
         let pool = Pool::new(model.info().spec.clone(), options.state_memory.unwrap_or_else(free));
         let pages = backend.pages(pool.spec())?;
         let context = options.context.map_or(model.info().context, |context| context.min(model.info().context));
+        let index = PrefixIndex::new(pool.spec(), options.prefixes.clone())?;
         let (batch, running, waiting) = (Batch::new(&pool), Vec::new(), VecDeque::new());
-        Ok(Self { backend, model, pages, batch, running, waiting, options, context, next: 0 })
+        Ok(Self { backend, model, pages, batch, running, waiting, index, options, context, next: 0 })
     }
 
     /// What is known of the model.
@@ -153,7 +171,7 @@ impl<B: Backend> Engine<B> {
     /// A request that could never run is refused at once: [`Error::EmptyPrompt`], [`Error::Context`], [`Error::Memory`],
     /// [`Error::Token`] or [`Error::Parameter`].
     pub fn submit(&mut self, request: Request) -> Result<RequestId, Error> {
-        let Request { prompt, max_tokens, sampling, stops } = request;
+        let Request { prompt, max_tokens, sampling, stops, mut boundaries, salt } = request;
         sampling.check()?;
         if prompt.is_empty() {
             return Err(Error::EmptyPrompt);
@@ -166,19 +184,48 @@ impl<B: Backend> Engine<B> {
             return Err(Error::Token { token, vocab });
         }
         let limit = prompt.len().saturating_add(max_tokens).min(self.context);
-        let (needed, budget) = (self.info().spec.row_bytes(limit), self.usage().budget);
+        let (needed, budget) = (self.info().spec.peak_bytes(self.demand(limit)), self.usage().budget);
         if needed > budget {
             return Err(Error::Memory { tokens: limit, needed, budget });
         }
+        boundaries.retain(|&at| at < prompt.len());
+        boundaries.extend(self.snapshots(prompt.len()));
+        boundaries.sort_unstable();
+        boundaries.dedup();
+        if !self.needs_snapshots() {
+            boundaries.clear();
+        }
         let id = RequestId(self.next);
         self.next += 1;
-        self.waiting.push_back(Sequence { id, prompt: prompt.len(), tokens: prompt, limit, sampling, stops });
+        let (prompt, tokens, cached) = (prompt.len(), prompt, 0);
+        self.waiting.push_back(Sequence { id, prompt, tokens, limit, sampling, stops, boundaries, salt, cached });
         Ok(id)
     }
 
-    /// Ends a request without further events; its state is freed at once.
+    /// Whether rows can be resumed only where a snapshot was taken.
+    fn needs_snapshots(&self) -> bool {
+        self.info().spec.groups().iter().any(|group| group.window.is_some() || group.kind == Kind::Recurrent)
+    }
+
+    /// Lengths of a prompt at which to take a snapshot for the next prompt that begins like it: at a fixed stride, and at the last whole page that
+    /// leaves something to compute.
+    fn snapshots(&self, prompt: usize) -> impl Iterator<Item = usize> + use<B> {
+        let (stride, page) = (self.options.snapshot_stride.max(1), self.info().spec.page());
+        let last = (prompt - 1) / page * page;
+        (stride..prompt).step_by(stride).chain((last > 0).then_some(last))
+    }
+
+    /// What a row of so many tokens needs.
+    fn demand(&self, tokens: usize) -> Demand {
+        Demand { tokens, step: self.options.max_tokens, round: 0 }
+    }
+
+    /// Ends a request without further events. Its state stays only as a prefix for others.
     pub fn cancel(&mut self, id: RequestId) {
         self.waiting.retain(|sequence| sequence.id != id);
+        if let Some(row) = self.running.iter().position(|sequence| sequence.id == id) {
+            self.keep(row);
+        }
         let keep: Vec<usize> = (0..self.running.len()).filter(|&row| self.running[row].id != id).collect();
         self.retain(&keep);
     }
@@ -200,11 +247,21 @@ impl<B: Backend> Engine<B> {
             if self.running.len() >= self.options.max_rows {
                 return;
             }
-            let row = self.batch.pool().row();
-            // A refused row goes back to nothing; the request waits for others to end.
-            let Ok(admission) = self.batch.prepare_admit(vec![(row, sequence.limit)]) else { return };
-            admission.commit();
-            self.running.extend(self.waiting.pop_front());
+            let (tokens, salt, limit) = (sequence.tokens.clone(), sequence.salt.clone(), sequence.limit);
+            let (row, cached) = self.begin(&tokens, &salt);
+            let demand = self.demand(limit);
+            match self.batch.prepare_admit(vec![(row, demand)]) {
+                Ok(admission) => admission.commit(),
+                // What is kept of other rows gives way, then the request waits for others to end.
+                Err(refused) => {
+                    drop(refused);
+                    if self.make_room() {
+                        continue;
+                    }
+                    return;
+                }
+            }
+            self.running.extend(self.waiting.pop_front().map(|sequence| Sequence { cached, ..sequence }));
         }
     }
 
@@ -224,6 +281,10 @@ impl<B: Backend> Engine<B> {
             *count = room.min(*count);
             room -= *count;
         }
+        for (count, (sequence, row)) in counts.iter_mut().zip(self.running.iter().zip(self.batch.rows())) {
+            let boundary = sequence.boundaries.iter().find(|&&at| at > row.len());
+            *count = (*count).min(row.room()).min(boundary.map_or(usize::MAX, |at| at - row.len()));
+        }
         let (mut tokens, mut outputs, mut sampled) = (Vec::new(), Vec::new(), Vec::new());
         for (index, ((sequence, row), &count)) in self.running.iter().zip(self.batch.rows()).zip(&counts).enumerate() {
             tokens.extend_from_slice(&sequence.tokens[row.len()..row.len() + count]);
@@ -235,11 +296,24 @@ impl<B: Backend> Engine<B> {
         if tokens.is_empty() {
             return Ok(events);
         }
+        // A page that a running row shares with what is kept must be copied before it is written; what is kept gives way to that.
+        while let Err(error @ kvern_state::Error::Budget { .. }) = self.batch.prepare_append(&counts).map(drop) {
+            if !self.make_room() {
+                return Err(error.into());
+            }
+        }
         let append = self.batch.prepare_append(&counts)?;
         let step = self.backend.begin(append.plan(&tokens, &outputs)?, &mut self.pages)?;
         let logits = self.model.forward(&self.backend, &step, &mut self.pages)?;
         let mut logits = self.backend.download(logits)?;
         append.commit();
+        let snapshots = self.needs_snapshots();
+        for (row, _) in counts.iter().enumerate().filter(|(_, count)| **count > 0) {
+            let (sequence, len) = (&self.running[row], self.batch.rows()[row].len());
+            if sequence.boundaries.contains(&len) || (!snapshots && len == sequence.prompt) {
+                self.keep(row);
+            }
+        }
         let vocab = self.model.info().vocab;
         let mut ended = BTreeSet::new();
         for (logits, row) in logits.chunks_exact_mut(vocab).zip(sampled) {
@@ -249,8 +323,12 @@ impl<B: Backend> Engine<B> {
             }
             events.push(event);
         }
+        for &row in &ended {
+            self.keep(row);
+        }
         let keep: Vec<usize> = (0..self.running.len()).filter(|row| !ended.contains(row)).collect();
         self.retain(&keep);
+        self.tidy();
         Ok(events)
     }
 
@@ -261,7 +339,7 @@ impl<B: Backend> Engine<B> {
             if sequence.limit > sequence.prompt {
                 return true;
             }
-            events.push(Event { id: sequence.id, token: None, finish: Some(Finish::Length) });
+            events.push(Event { id: sequence.id, token: None, finish: Some(Finish::Length), cached: 0 });
             false
         });
         events
@@ -286,11 +364,18 @@ impl<B: Backend> Engine<B> {
             return Err(Error::Token { token, vocab });
         }
         let mut batch = Batch::new(self.batch.pool());
-        let admission =
-            batch.prepare_admit(vec![(batch.pool().row(), tokens.len())]).map_err(|refused| refused.error)?;
-        admission.commit();
-        let mut position = 0;
-        for chunk in tokens.chunks(chunk.clamp(1, self.options.max_tokens)) {
+        loop {
+            match batch.prepare_admit(vec![(batch.pool().row(), self.demand(tokens.len()))]) {
+                Ok(admission) => break admission.commit(),
+                Err(refused) if !self.make_room() => return Err(refused.error.into()),
+                Err(_) => {}
+            }
+        }
+        let (mut position, mut rest) = (0, tokens);
+        while !rest.is_empty() {
+            let most = chunk.clamp(1, self.options.max_tokens).min(batch.rows()[0].room()).min(rest.len());
+            let (chunk, later) = rest.split_at(most);
+            rest = later;
             let outputs: Vec<u32> = (0..chunk.len() as u32).collect();
             let append = batch.prepare_append(&[chunk.len()])?;
             let step = self.backend.begin(append.plan(chunk, &outputs)?, &mut self.pages)?;
@@ -311,10 +396,10 @@ impl Sequence {
     fn advance(&mut self, logits: &mut [f32]) -> Event {
         let token = sample(&self.sampling, logits, &self.tokens, self.tokens.len() as u64);
         if self.stops.contains(&token.id) {
-            return Event { id: self.id, token: None, finish: Some(Finish::Stop) };
+            return Event { id: self.id, token: None, finish: Some(Finish::Stop), cached: self.cached };
         }
         self.tokens.push(token.id);
         let finish = (self.tokens.len() >= self.limit).then_some(Finish::Length);
-        Event { id: self.id, token: Some(token), finish }
+        Event { id: self.id, token: Some(token), finish, cached: self.cached }
     }
 }

@@ -12,6 +12,15 @@ pub enum Error {
     /// The state layer.
     #[error(transparent)]
     State(#[from] kvern_state::Error),
+    /// A checkpoint, or the directory of checkpoints.
+    #[error(transparent)]
+    Image(#[from] kvern_state::ImageError),
+    /// No state is kept for a list of tokens.
+    #[error("no state is kept for these {tokens} tokens")]
+    NoState {
+        /// Number of tokens.
+        tokens: usize,
+    },
     /// A prompt of no tokens.
     #[error("the prompt is empty")]
     EmptyPrompt,

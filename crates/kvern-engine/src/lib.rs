@@ -6,7 +6,7 @@
 //! **Why.** Rows never meet inside a backend, so one step may mix them freely: what a row generates does not depend on its company.
 //!
 //! **Invariants.** An admitted request has all the state it can need promised, so it never fails for want of memory half-way. A row's
-//! tokens are a function of its request alone.
+//! tokens are a function of its request alone. What is kept of ended rows shortens later ones and changes no bit of them.
 //!
 //! ```no_run
 //! # fn f(mut engine: kvern_engine::Engine<kvern_backend::Reference>) -> Result<(), kvern_engine::Error> {
@@ -24,6 +24,7 @@
 mod engine;
 mod error;
 mod memory;
+mod prefixes;
 mod sampler;
 
 pub use engine::{Engine, EngineOptions, Event, Finish, Request, RequestId, Token};

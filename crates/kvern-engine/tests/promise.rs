@@ -1,38 +1,78 @@
 //! The promise: a row's tokens do not depend, to a bit, on what the engine does beside or below it.
 
+mod failing;
+
 use std::path::PathBuf;
 
-use kvern_backend::{Backend, Slot};
+use kvern_backend::{Backend, freeze};
 use kvern_cpu::{Cpu, CpuOptions, KernelSet};
 use kvern_engine::{Engine, EngineOptions, Error, Event, Finish, Request, RequestId, Sampling};
-use kvern_models::{LoadOptions, load};
-use kvern_state::{Batch, Codec, Pool};
+use kvern_models::{KvPolicy, LoadOptions, load};
+use kvern_state::{Batch, Codec, Demand, Identity, Limits, Pool, Tier};
 use kvern_weights::Checkpoint;
 
-const MODELS: [&str; 3] = ["llama", "qwen2", "qwen3"];
+/// Full attention, windows of a page and a bit in all layers, and both.
+const MODELS: [&str; 5] = ["llama", "qwen2", "qwen3", "mistral-window", "qwen2-window"];
 
 fn fixture(name: &str) -> PathBuf {
     PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("../../tests/fixtures/models").join(name)
 }
 
+#[derive(Clone, Copy)]
 struct Setup {
     model: &'static str,
     set: KernelSet,
     threads: usize,
-    kv: Option<Codec>,
+    kv: KvPolicy,
     /// Tokens of a step: how prompts are cut.
     step: usize,
 }
 
+impl Setup {
+    /// The best instruction set and two threads.
+    fn new(model: &'static str) -> Self {
+        let set = *KernelSet::available().last().unwrap();
+        Self { model, set, threads: 2, kv: KvPolicy::default(), step: 64 }
+    }
+}
+
+/// The model's own codec, others, one that begins late, and one that spares the first and the last layer.
+fn policies() -> [KvPolicy; 5] {
+    let all = |codec| KvPolicy { codecs: Some((codec, codec)), ..KvPolicy::default() };
+    let edges = Some((1, (Codec::F32, Codec::F16)));
+    [
+        KvPolicy::default(),
+        all(Codec::Bf16),
+        all(Codec::F32),
+        KvPolicy { start: Some(41), ..all(Codec::Bf16) },
+        KvPolicy { edges, ..all(Codec::Bf16) },
+    ]
+}
+
 fn engine(setup: &Setup, state_memory: u64) -> Engine<Cpu> {
+    engine_keeping(setup, state_memory, EngineOptions::default().prefixes)
+}
+
+fn engine_keeping(setup: &Setup, state_memory: u64, prefixes: Limits) -> Engine<Cpu> {
     let isa = Some(setup.set.name().into());
     let cpu = Cpu::new(&CpuOptions { threads: Some(setup.threads), isa, exact: false }).unwrap();
-    let kv = setup.kv.map(|codec| (codec, codec));
-    let options = LoadOptions { kv, max_tokens: 512, max_outputs: 64, page: 16, progress: None };
+    let options = LoadOptions { kv: setup.kv, max_tokens: 512, max_outputs: 64, page: 16, progress: None };
     let model = load(&cpu, Checkpoint::open(&fixture(setup.model)).unwrap(), &options).unwrap();
-    let options =
-        EngineOptions { max_rows: 32, max_tokens: setup.step, state_memory: Some(state_memory), context: None };
+    let options = EngineOptions {
+        max_rows: 32,
+        max_tokens: setup.step,
+        state_memory: Some(state_memory),
+        prefixes,
+        snapshot_stride: 48,
+        ..EngineOptions::default()
+    };
     Engine::new(cpu, model, options).unwrap()
+}
+
+/// What is in use once nothing is kept.
+fn residue(engine: &mut Engine<Cpu>) -> (u64, u64) {
+    engine.prefixes().clear();
+    (engine.usage().used, engine.usage().promised)
 }
 
 /// Requests of all kinds; the first is the one that is watched.
@@ -78,7 +118,7 @@ fn bits(events: &[Event]) -> Vec<Bits> {
 fn tokens_depend_on_the_request_alone() {
     for model in MODELS {
         for set in KernelSet::available() {
-            for kv in [None, Some(Codec::Bf16), Some(Codec::F32)] {
+            for kv in policies() {
                 let alone = Setup { model, set, threads: 1, kv, step: 512 };
                 let want = bits(&run(&mut engine(&alone, 1 << 30), requests(1))[0]);
                 for (company, threads, step) in [(1, 2, 1), (2, 1, 7), (7, 2, 64), (32, 5, 512), (32, 1, 33)] {
@@ -94,23 +134,29 @@ fn tokens_depend_on_the_request_alone() {
 
 #[test]
 fn tokens_do_not_depend_on_waiting_for_memory() {
-    let setup = Setup { model: "llama", set: *KernelSet::available().last().unwrap(), threads: 2, kv: None, step: 64 };
-    let mut roomy = engine(&setup, 1 << 30);
-    let want: Vec<_> = run(&mut roomy, requests(10)).iter().map(|events| bits(events)).collect();
-    // Room for the largest request, and little else.
-    let tight = roomy.info().spec.row_bytes(160);
-    let mut engine = engine(&setup, tight);
-    let got: Vec<_> = run(&mut engine, requests(10)).iter().map(|events| bits(events)).collect();
-    assert!(got == want);
-    assert_eq!((engine.usage().used, engine.usage().promised), (0, 0));
+    for model in MODELS {
+        let setup = Setup::new(model);
+        let mut roomy = engine(&setup, 1 << 30);
+        let want: Vec<_> = run(&mut roomy, requests(10)).iter().map(|events| bits(events)).collect();
+        // Room for the largest request, and little else; what is kept must give way all the time.
+        let tight = roomy.info().spec.peak_bytes(Demand { tokens: 160, step: setup.step, round: 0 }) + 100;
+        let mut engine = engine(&setup, tight);
+        for _ in 0..2 {
+            let got: Vec<_> = run(&mut engine, requests(10)).iter().map(|events| bits(events)).collect();
+            assert!(got == want, "{model}");
+        }
+        assert_eq!(residue(&mut engine), (0, 0));
+    }
 }
 
 #[test]
 fn forks_and_rolled_back_drafts_leave_no_trace() {
-    for set in KernelSet::available() {
+    for (model, set) in
+        MODELS.into_iter().flat_map(|model| KernelSet::available().into_iter().map(move |set| (model, set)))
+    {
         let cpu = Cpu::new(&CpuOptions { threads: Some(2), isa: Some(set.name().into()), exact: false }).unwrap();
         let options = LoadOptions { max_tokens: 128, page: 16, ..LoadOptions::default() };
-        let mut model = load(&cpu, Checkpoint::open(&fixture("llama")).unwrap(), &options).unwrap();
+        let mut model = load(&cpu, Checkpoint::open(&fixture(model)).unwrap(), &options).unwrap();
         let pool = Pool::new(model.info().spec.clone(), 1 << 24);
         let mut pages = cpu.pages(pool.spec()).unwrap();
         let tokens: Vec<u32> = (0..100).map(|i| i * 7 % 96).collect();
@@ -147,13 +193,11 @@ fn forks_and_rolled_back_drafts_leave_no_trace() {
                 append!(fork, &[9; 3]);
                 let got = append!(batch, &tokens[40 + keep..60]);
                 assert!(got == want, "{}: {draft} drafted, {keep} kept", set.name());
-                for layer in 0..2 {
-                    let columns = |batch: &Batch| {
-                        let table: Vec<u32> = batch.rows()[0].table(0).collect();
-                        cpu.export(&pages, Slot { group: 0, layer }, &table, 60).unwrap()
-                    };
-                    assert!(columns(&batch) == columns(&plain), "the state is that of a row that never drafted");
-                }
+                let state = |batch: &Batch| {
+                    let row = &batch.rows()[0];
+                    freeze(&cpu, &pages, row, Identity::default(), &tokens[..60]).unwrap().state_hash()
+                };
+                assert_eq!(state(&batch), state(&plain), "the state is that of a row that never drafted");
             }
         }
     }
@@ -161,7 +205,7 @@ fn forks_and_rolled_back_drafts_leave_no_trace() {
 
 #[test]
 fn requests_that_cannot_run_are_refused_at_once() {
-    let setup = Setup { model: "llama", set: KernelSet::available()[0], threads: 1, kv: None, step: 64 };
+    let setup = Setup::new("llama");
     let mut engine = engine(&setup, 100_000);
     let submit = |engine: &mut Engine<Cpu>, request: Request| engine.submit(request).unwrap_err();
     assert!(matches!(submit(&mut engine, Request::new(vec![], 1)), Error::EmptyPrompt));
@@ -176,7 +220,7 @@ fn requests_that_cannot_run_are_refused_at_once() {
 
 #[test]
 fn generations_end_for_the_right_reason() {
-    let setup = Setup { model: "llama", set: KernelSet::available()[0], threads: 1, kv: None, step: 64 };
+    let setup = Setup::new("llama");
     let mut engine = engine(&setup, 1 << 30);
     let finish = |events: &[Event]| events.last().unwrap().finish;
     let limited = run(&mut engine, vec![Request::new(vec![1, 2, 3], 9)]).remove(0);
@@ -195,7 +239,7 @@ fn generations_end_for_the_right_reason() {
 
 #[test]
 fn a_cancelled_request_is_gone_and_the_others_do_not_notice() {
-    let setup = Setup { model: "llama", set: KernelSet::available()[0], threads: 1, kv: None, step: 64 };
+    let setup = Setup::new("llama");
     let mut engine = engine(&setup, 1 << 30);
     let want: Vec<_> = run(&mut engine, requests(4)).iter().map(|events| bits(events)).collect();
     let ids: Vec<RequestId> = requests(4).into_iter().map(|request| engine.submit(request).unwrap()).collect();
@@ -215,5 +259,107 @@ fn a_cancelled_request_is_gone_and_the_others_do_not_notice() {
         assert!(bits(&events[row]) == want[row], "row {row}");
     }
     assert!(events[1].len() < want[1].len());
-    assert_eq!((engine.usage().used, engine.usage().promised), (0, 0));
+    assert_eq!(residue(&mut engine), (0, 0));
+}
+
+/// The same prompts again, and prompts that part from them: nothing but the time changes, and the engine says how much it did not compute.
+#[test]
+fn kept_prefixes_change_no_bit() {
+    for (model, kv) in MODELS.into_iter().flat_map(|model| policies().map(|kv| (model, kv))) {
+        let setup = Setup { kv, ..Setup::new(model) };
+        let follow_up = |events: &[Event], base: &Request| {
+            let answer = events.iter().filter_map(|event| event.token.as_ref().map(|token| token.id));
+            let prompt: Vec<u32> = base.prompt.iter().copied().chain(answer).chain([5, 6, 7]).collect();
+            Request { prompt, ..base.clone() }
+        };
+        let mut cold = engine_keeping(&setup, 1 << 30, Limits::default());
+        let first = requests(7);
+        let answers = run(&mut cold, first.clone());
+        let second: Vec<Request> = answers.iter().zip(&first).map(|(events, base)| follow_up(events, base)).collect();
+        let want: Vec<_> =
+            [answers, run(&mut cold, second.clone())].map(|all| all.iter().map(|e| bits(e)).collect::<Vec<_>>()).into();
+        let directory = tempfile::tempdir().unwrap();
+        let on_disk = Limits { disk: 1 << 30, directory: Some(directory.path().into()), ..Limits::default() };
+        // In pages, in the host's memory, in files, and in the files that another process left.
+        let tiers = [
+            ("pages", Limits { device: u64::MAX, ..Limits::default() }),
+            ("host", Limits { host: u64::MAX, ..Limits::default() }),
+            ("disk", on_disk.clone()),
+            ("disk, again", on_disk),
+        ];
+        for (tier, limits) in tiers {
+            let how = format!("{model}, {kv:?}, {tier}");
+            let mut warm = engine_keeping(&setup, 1 << 30, limits);
+            for round in 0..2 {
+                for (requests, want) in [&first, &second].into_iter().zip(&want) {
+                    let got = run(&mut warm, requests.clone());
+                    for (row, (got, want)) in got.iter().zip(want).enumerate() {
+                        assert!(bits(got) == *want, "{how}: request {row} of round {round}");
+                        let (cached, prompt) = (got[0].cached, requests[row].prompt.len());
+                        assert!(cached < prompt, "one token at least is computed");
+                        // The second time, all but a page of it is there, whatever the length.
+                        assert!(
+                            round == 0 || cached + 16 >= prompt.min(kv.start.map_or(prompt, |_| 0)),
+                            "{how}: {cached} of {prompt}"
+                        );
+                    }
+                    warm.flush().unwrap();
+                }
+            }
+            assert!(warm.prefixes().failures().is_empty());
+            if tier.starts_with("disk") {
+                assert!(warm.prefixes().bytes(Tier::Disk) > 0 && warm.prefixes().bytes(Tier::Device) == 0);
+            } else {
+                assert_eq!(residue(&mut warm), (0, 0));
+            }
+        }
+    }
+}
+
+#[test]
+fn a_fixed_beginning_is_found_by_its_second_use_whatever_follows() {
+    for model in MODELS {
+        let setup = Setup::new(model);
+        let mut engine = engine(&setup, 1 << 30);
+        let system: Vec<u32> = (0..77).map(|i| i * 11 % 96).collect();
+        let request = |tail: u32| {
+            let prompt = [system.clone(), (0..30).map(|i| (i * tail + 1) % 96).collect()].concat();
+            Request { boundaries: vec![77], ..Request::new(prompt, 3) }
+        };
+        let cached: Vec<usize> = (1..4).map(|tail| run(&mut engine, vec![request(tail)])[0][0].cached).collect();
+        assert!(cached[0] == 0 && cached[1] >= 77 && cached[2] >= 77, "{model}: {cached:?}");
+        // Another salt shares nothing.
+        let apart = Request { salt: "apart".into(), ..request(1) };
+        assert_eq!(run(&mut engine, vec![apart])[0][0].cached, 0);
+    }
+}
+
+/// A step fails in the middle of a layer: everything is as before, and the next attempt gives the same bits.
+#[test]
+fn a_failed_step_leaves_no_trace() {
+    for model in MODELS {
+        let setup = Setup::new(model);
+        let want: Vec<_> = run(&mut engine(&setup, 1 << 30), requests(5)).iter().map(|events| bits(events)).collect();
+        // Each step first fails at its first verb, then at its second, and so on through all layers.
+        let mut engine = failing::engine(&fixture(model));
+        let ids: Vec<RequestId> = requests(5).into_iter().map(|request| engine.submit(request).unwrap()).collect();
+        let mut events = vec![Vec::new(); 5];
+        let mut failed = 0;
+        while !engine.is_idle() {
+            for fuse in 0.. {
+                engine.backend().fuse.store(fuse, std::sync::atomic::Ordering::Relaxed);
+                match engine.step() {
+                    Err(_) => failed += 1,
+                    Ok(step) => {
+                        for event in step {
+                            events[ids.iter().position(|id| *id == event.id).unwrap()].push(event);
+                        }
+                        break;
+                    }
+                }
+            }
+        }
+        let got: Vec<_> = events.iter().map(|events| bits(events)).collect();
+        assert!(got == want && failed > 100, "{model}: {failed} failures");
+    }
 }

@@ -57,6 +57,12 @@ impl<'a> Fields<'a> {
         self.get(field, "a positive integer", read)
     }
 
+    /// A count that may be zero.
+    pub(crate) fn index(&self, field: &str) -> Result<Option<usize>, Error> {
+        let read = |value: &Value| value.as_u64().and_then(|n| usize::try_from(n).ok()).filter(|n| *n <= 1 << 32);
+        self.get(field, "an integer that is not negative", read)
+    }
+
     pub(crate) fn needed(&self, field: &str) -> Result<usize, Error> {
         self.count(field)?.ok_or_else(|| self.wrong(field, "a positive integer"))
     }

@@ -29,7 +29,7 @@ use std::ops::ControlFlow;
 
 pub use error::Error;
 use kvern_backend::Backend;
-use kvern_state::{Codec, StateSpec};
+use kvern_state::{Codec, GroupSpec, StateSpec};
 use kvern_weights::Checkpoint;
 
 /// What is known of a model besides its weights.
@@ -49,6 +49,8 @@ pub struct Info {
     pub context: usize,
     /// The state that a row holds.
     pub spec: StateSpec,
+    /// Names the weights and the configuration, so that state of another model is not mistaken for this one's.
+    pub fingerprint: String,
     /// Bytes of packed weights.
     pub weight_bytes: usize,
     /// Bytes of packed weights that every step reads, the head included; an embedding that is no head is not.
@@ -70,11 +72,35 @@ pub trait Model<B: Backend>: Send {
     fn forward(&mut self, backend: &B, step: &B::Step, pages: &mut B::Pages) -> Result<&B::Tensor, Error>;
 }
 
+/// How keys and values are stored.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct KvPolicy {
+    /// Codecs of keys and values; the weights' own type (`f16` for quantized weights) when absent.
+    pub codecs: Option<(Codec, Codec)>,
+    /// Other codecs for so many of the first layers and as many of the last.
+    pub edges: Option<(usize, (Codec, Codec))>,
+    /// Store a row's columns in the weights' own type until it has so many, and then all of them as above.
+    pub start: Option<usize>,
+}
+
+impl KvPolicy {
+    /// The state of layer `index` of `layers`, made by `group` from codecs.
+    fn apply(&self, index: usize, layers: usize, own: Codec, group: impl Fn((Codec, Codec)) -> GroupSpec) -> GroupSpec {
+        let edge = self.edges.filter(|(count, _)| index < *count || index + count >= layers);
+        let own = (own, own);
+        let codecs = edge.map(|(_, codecs)| codecs).or(self.codecs).unwrap_or(own);
+        match self.start {
+            Some(start) if codecs != own => group(own).late(start, vec![codecs.0, codecs.1]),
+            _ => group(codecs),
+        }
+    }
+}
+
 /// How a model is loaded.
 #[derive(Clone, Copy)]
 pub struct LoadOptions<'a> {
-    /// How keys and values are stored; the weights' own type (`f16` for quantized weights) when absent.
-    pub kv: Option<(Codec, Codec)>,
+    /// How keys and values are stored.
+    pub kv: KvPolicy,
     /// The most tokens of one step.
     pub max_tokens: usize,
     /// The most tokens of one step that can have logits.
@@ -87,7 +113,7 @@ pub struct LoadOptions<'a> {
 
 impl Default for LoadOptions<'_> {
     fn default() -> Self {
-        Self { kv: None, max_tokens: 512, max_outputs: 64, page: 64, progress: None }
+        Self { kv: KvPolicy::default(), max_tokens: 512, max_outputs: 64, page: 64, progress: None }
     }
 }
 

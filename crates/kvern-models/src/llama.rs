@@ -7,15 +7,15 @@
 //! logits = Head · rms(x)
 //! ```
 //!
-//! `qwen2` adds biases to Q, K and V; `qwen3` normalizes each head of q and k before the rotation. A `mistral` with a sliding window is
-//! loaded with a context no longer than the window, where it equals full attention.
+//! `qwen2` adds biases to Q, K and V; `qwen3` normalizes each head of q and k before the rotation. Layers attend all columns or those of a sliding
+//! window: all layers of a `mistral` with a window, those from `max_window_layers` on of a `qwen2` or `qwen3` that uses one.
 //!
 //! In GGUF files of the architecture `llama` the rows of Q and K are stored in the order of interleaved rotation; they are read back
 //! into half-split order. Where sources disagree, Hugging Face transformers decides.
 
 use kvern_backend::{Activation, Attention, Backend, Slot};
 use kvern_base::Raw;
-use kvern_state::{Codec, GroupSpec, StateSpec};
+use kvern_state::{Codec, GroupSpec, StateSpec, Window};
 use kvern_weights::gguf::Metadata;
 use kvern_weights::{Checkpoint, Encoding, Source};
 use serde_json::Value;
@@ -36,6 +36,9 @@ struct Config {
     head_dim: usize,
     vocab: usize,
     context: usize,
+    /// Columns that a layer attends, its own included, from layer `full_layers` on.
+    window: Option<usize>,
+    full_layers: usize,
     eps: f32,
     rope: Rope,
     qkv_bias: bool,
@@ -57,6 +60,7 @@ impl Config {
         let positions = fields.count("max_position_embeddings")?.unwrap_or(2048);
         let windowed = name == "mistral" || fields.flag("use_sliding_window")?.unwrap_or(false);
         let window = if windowed { fields.count("sliding_window")? } else { None };
+        let full_layers = if name == "mistral" { 0 } else { fields.index("max_window_layers")?.unwrap_or(28) };
         let bias = fields.flag("attention_bias")?.unwrap_or(false);
         Ok(Self {
             hidden,
@@ -66,7 +70,9 @@ impl Config {
             kv_heads: fields.count("num_key_value_heads")?.unwrap_or(heads),
             head_dim,
             vocab: fields.needed("vocab_size")?,
-            context: window.map_or(positions, |window| window.min(positions)),
+            context: positions,
+            window,
+            full_layers,
             eps: fields.float("rms_norm_eps")?.unwrap_or(1e-6) as f32,
             rope: Rope::from_config(fields, head_dim, positions)?,
             qkv_bias: bias || name == "qwen2",
@@ -224,6 +230,8 @@ struct Llama<B: Backend> {
     head: Option<B::Linear>,
     norm: B::Vector,
     layers: Vec<Layer<B>>,
+    /// Where each layer's state lies.
+    slots: Vec<Slot>,
     frequencies: B::Vector,
     workspace: Workspace<B>,
 }
@@ -240,6 +248,7 @@ pub(crate) fn load<B: Backend>(
         Source::Gguf(metadata) => Config::from_gguf(&architecture, metadata, &checkpoint)?,
     };
     config.check()?;
+    let fingerprint = checkpoint.fingerprint();
     if matches!(checkpoint.source(), Source::Gguf(_)) {
         checkpoint.rename(name_from_gguf)?;
     }
@@ -256,7 +265,6 @@ pub(crate) fn load<B: Backend>(
         Encoding::Raw(Raw::Bf16) => Codec::Bf16,
         _ => Codec::F16,
     };
-    let (k, v) = options.kv.unwrap_or((stored, stored));
     let embed = backend.linear(embed, None)?;
     let tied = config.tied.unwrap_or(!loader.checkpoint.has("lm_head.weight"));
     let head = if tied { None } else { Some(loader.linear("lm_head", [config.vocab, hidden], false, None)?) };
@@ -294,7 +302,14 @@ pub(crate) fn load<B: Backend>(
     }
     loader.checkpoint.finish()?;
     let dim = config.head_dim;
-    let group = GroupSpec { layers: config.layers, kv_heads: config.kv_heads, k_dim: dim, v_dim: dim, k, v };
+    let states = (0..config.layers).map(|index| {
+        let window = config.window.filter(|_| index >= config.full_layers);
+        options.kv.apply(index, config.layers, stored, |codecs| {
+            let group = GroupSpec::attention(1, config.kv_heads, dim, dim, codecs);
+            window.map_or(group.clone(), |size| group.windowed(Window { size, sinks: 0 }))
+        })
+    });
+    let (spec, slots) = StateSpec::from_layers(options.page, states.collect())?;
     let linears = layers.iter().flat_map(|l| [&l.q, &l.k, &l.v, &l.o, &l.gate, &l.up, &l.down]);
     let layer_bytes: usize = linears.map(|linear| backend.linear_bytes(linear)).sum();
     let embed_bytes = backend.linear_bytes(&embed);
@@ -307,7 +322,8 @@ pub(crate) fn load<B: Backend>(
         heads: config.heads,
         vocab: config.vocab,
         context: config.context,
-        spec: StateSpec::new(options.page, vec![group])?,
+        spec,
+        fingerprint,
         weight_bytes: layer_bytes + embed_bytes + head_bytes,
         step_weight_bytes: layer_bytes + if tied { embed_bytes } else { head_bytes },
         layer_parameters,
@@ -329,7 +345,7 @@ pub(crate) fn load<B: Backend>(
         logits: outputs(config.vocab)?,
     };
     let frequencies = backend.vector(&config.rope.frequencies())?;
-    Ok(Box::new(Llama { config, info, embed, head, norm, layers, frequencies, workspace }))
+    Ok(Box::new(Llama { config, info, embed, head, norm, layers, slots, frequencies, workspace }))
 }
 
 impl<B: Backend> Model<B> for Llama<B> {
@@ -350,8 +366,7 @@ impl<B: Backend> Model<B> for Llama<B> {
         }
         backend.embed(step, &self.embed, &mut w.x)?;
         backend.rope_angles(step, &self.frequencies, config.rope.attention_factor(), &mut w.angles)?;
-        for (index, layer) in self.layers.iter().enumerate() {
-            let slot = Slot { group: 0, layer: index };
+        for (layer, &slot) in self.layers.iter().zip(&self.slots) {
             let scale = (config.head_dim as f32).sqrt().recip();
             backend.rms_norm(&w.x, &layer.input_norm, config.eps, &mut w.h)?;
             backend.project(&w.h, &mut [(&layer.q, &mut w.q), (&layer.k, &mut w.k), (&layer.v, &mut w.v)])?;
@@ -361,9 +376,9 @@ impl<B: Backend> Model<B> for Llama<B> {
             }
             backend.rope(&mut w.q, &w.angles, config.head_dim)?;
             backend.rope(&mut w.k, &w.angles, config.head_dim)?;
-            backend.append(step, pages, slot, &w.k, &w.v)?;
-            let attention = Attention { slot, heads: config.heads, scale };
-            backend.attend(step, pages, attention, &w.q, &mut w.attended)?;
+            backend.append(step, pages, slot, &[&w.k, &w.v])?;
+            let attention = Attention { slot, heads: config.heads, scale, softcap: None };
+            backend.attend(step, pages, attention, None, &w.q, &mut w.attended)?;
             backend.project_add(&w.attended, &layer.o, &mut w.x)?;
             backend.rms_norm(&w.x, &layer.post_norm, config.eps, &mut w.h)?;
             backend.project(&w.h, &mut [(&layer.gate, &mut w.gate), (&layer.up, &mut w.up)])?;

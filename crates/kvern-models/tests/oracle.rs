@@ -1,18 +1,29 @@
-//! Small random checkpoints against goldens of mlx-lm in float32; see `tools/oracle/models.py`.
+//! Small random checkpoints against goldens of mlx-lm, with windows of transformers, in float32; see `tools/oracle/models.py`.
 
 use std::fs;
 use std::path::{Path, PathBuf};
 
 use kvern_backend::{Backend, Reference};
 use kvern_cpu::{Cpu, CpuOptions, KernelSet};
-use kvern_models::{Error, LoadOptions, Model, load};
+use kvern_models::{Error, KvPolicy, LoadOptions, Model, load};
 use kvern_state::{Batch, Codec, Pool};
 use kvern_weights::Checkpoint;
 use safetensors::SafeTensors;
 use serde_json::Value;
 
-const CASES: [&str; 9] =
-    ["llama", "llama-tied", "llama-linear", "llama-llama3", "llama-yarn", "llama-mlx", "mistral", "qwen2", "qwen3"];
+const CASES: [&str; 11] = [
+    "llama",
+    "llama-tied",
+    "llama-linear",
+    "llama-llama3",
+    "llama-yarn",
+    "llama-mlx",
+    "mistral",
+    "mistral-window",
+    "qwen2",
+    "qwen2-window",
+    "qwen3",
+];
 const LENGTHS: [&str; 2] = ["24", "200"];
 const VOCAB: usize = 96;
 
@@ -21,7 +32,12 @@ fn fixture(name: &str) -> PathBuf {
 }
 
 fn options(kv: Option<Codec>) -> LoadOptions<'static> {
-    LoadOptions { kv: kv.map(|codec| (codec, codec)), max_tokens: 256, max_outputs: 256, ..LoadOptions::default() }
+    LoadOptions {
+        kv: KvPolicy { codecs: kv.map(|codec| (codec, codec)), ..KvPolicy::default() },
+        max_tokens: 256,
+        max_outputs: 256,
+        ..LoadOptions::default()
+    }
 }
 
 fn open<B: Backend>(backend: &B, path: &Path, kv: Option<Codec>) -> Box<dyn Model<B>> {
@@ -177,11 +193,20 @@ fn configurations_that_make_no_sense_are_errors_that_name_the_field() {
 }
 
 #[test]
-fn an_old_sliding_window_limits_the_context() {
-    let directory = tempfile::tempdir().unwrap();
-    let mut config: Value = serde_json::from_slice(&fs::read(fixture("mistral/config.json")).unwrap()).unwrap();
-    config["sliding_window"] = 100.into();
-    fs::write(directory.path().join("config.json"), config.to_string()).unwrap();
-    fs::copy(fixture("mistral/model.safetensors"), directory.path().join("model.safetensors")).unwrap();
-    assert_eq!(open(&Reference::new(), directory.path(), None).info().context, 100);
+fn layers_of_one_kind_share_a_group() {
+    let spec = |case: &str, kv: KvPolicy| {
+        let options = LoadOptions { kv, ..options(None) };
+        let model = load(&Reference::new(), Checkpoint::open(&fixture(case)).unwrap(), &options).unwrap();
+        model.info().spec.clone()
+    };
+    let layers = |spec: &kvern_state::StateSpec| -> Vec<usize> { spec.groups().iter().map(|g| g.layers).collect() };
+    let plain = spec("qwen2-window", KvPolicy::default());
+    assert_eq!(layers(&plain), [1, 2]);
+    assert_eq!(plain.groups()[1].window.map(|window| (window.size, window.sinks)), Some((50, 0)));
+    let half = (Codec::F16, Codec::F16);
+    let edges = KvPolicy { edges: Some((1, (Codec::F32, Codec::F32))), codecs: Some(half), start: None };
+    assert_eq!(layers(&spec("qwen2-window", edges)), [1, 1, 1], "the first, the middle and the last layer differ");
+    let late = spec("llama", KvPolicy { start: Some(100), codecs: Some((Codec::Bf16, Codec::Bf16)), edges: None });
+    assert_eq!(late.groups()[0].late.as_ref().map(|late| late.start), Some(100));
+    assert_eq!(late.groups()[0].planes[0].codec, Codec::F16, "the weights' own type comes first");
 }

@@ -8,11 +8,12 @@
 //! Batch ── prepare_admit ──▶ Admission ── commit ─▶ rows added        (drop: promises returned)
 //!       ── prepare_append ─▶ Append    ── commit ─▶ lengths advance   (drop: pages returned)
 //!       ── begin_round ────▶ Round     ── commit(keep) ─▶ accepted    (drop: as before begin)
-//!                              └─ prepare_append … any number of times
+//!                              ├─ prepare_append … any number of times
+//!                              └─ prepare_draft … guesses of a draft head, until the next append
 //! ```
 
-use crate::row::Growth;
-use crate::{Error, PageCopy, Pool, Row, Segment, StepPlan};
+use crate::row::{Growth, Mark, Mode};
+use crate::{Demand, Error, Pool, Row, StepPlan};
 
 /// Rows that run together. Their order is the order of everything that has one entry per row.
 #[derive(Debug)]
@@ -48,23 +49,24 @@ impl Batch {
         &self.pool
     }
 
-    /// Reserves budget so that each row can grow to its number of tokens, in total. All rows are admitted or none.
+    /// Reserves budget so that each row can grow as its demand says. All rows are admitted or none, with all their groups.
     ///
     /// # Errors
     /// [`Refused`], with the rows, when the budget cannot hold them or a row belongs to another pool.
-    pub fn prepare_admit(&mut self, rows: Vec<(Row, usize)>) -> Result<Admission<'_>, Refused> {
-        let refuse = |rows: Vec<(Row, usize)>, error| {
+    pub fn prepare_admit<D: Into<Demand>>(&mut self, rows: Vec<(Row, D)>) -> Result<Admission<'_>, Refused> {
+        let rows: Vec<(Row, Demand)> = rows.into_iter().map(|(row, demand)| (row, demand.into())).collect();
+        let refuse = |rows: Vec<(Row, Demand)>, error| {
             Err(Refused { rows: rows.into_iter().map(|(row, _)| row).collect(), error })
         };
         if rows.iter().any(|(row, _)| !row.pool().same(&self.pool)) {
             return refuse(rows, Error::ForeignRow);
         }
-        let missing: Vec<u64> = rows.iter().map(|(row, tokens)| row.missing(*tokens)).collect();
+        let missing: Vec<u64> = rows.iter().map(|(row, demand)| row.missing(*demand)).collect();
         if let Err(error) = self.pool.promise(missing.iter().sum()) {
             return refuse(rows, error);
         }
-        let rows = rows.into_iter().zip(missing).map(|((mut row, tokens), missing)| {
-            row.promise(missing, tokens);
+        let rows = rows.into_iter().zip(missing).map(|((mut row, demand), missing)| {
+            row.promise(missing, demand);
             row
         });
         Ok(Admission { rows: rows.collect(), batch: self })
@@ -112,12 +114,16 @@ impl Batch {
     /// Reserves the pages for `counts[i]` more tokens in row `i`.
     ///
     /// # Errors
-    /// [`Error::Count`] or [`Error::Budget`].
+    /// [`Error::Count`], [`Error::Budget`], or [`Error::Crosses`] for more than [`Row::room`].
     pub fn prepare_append(&mut self, counts: &[usize]) -> Result<Append<'_>, Error> {
+        self.prepare(counts, Mode::Decided)
+    }
+
+    fn prepare(&mut self, counts: &[usize], mode: Mode) -> Result<Append<'_>, Error> {
         self.check_count("token count", counts.len())?;
         let mut growths: Vec<Growth> = Vec::with_capacity(counts.len());
         for (index, &count) in counts.iter().enumerate() {
-            match self.rows[index].prepare(count) {
+            match self.rows[index].prepare(count, mode) {
                 Ok(growth) => growths.push(growth),
                 Err(error) => {
                     for (row, growth) in self.rows.iter_mut().zip(growths) {
@@ -132,8 +138,8 @@ impl Batch {
 
     /// Begins a round: appends until its end are provisional.
     pub fn begin_round(&mut self) -> Round<'_> {
-        let starts = self.rows.iter().map(Row::len).collect();
-        Round { batch: self, starts }
+        let marks = self.rows.iter().map(Row::mark).collect();
+        Round { batch: self, marks }
     }
 
     fn check_count(&self, what: &'static str, found: usize) -> Result<(), Error> {
@@ -171,32 +177,28 @@ impl Append<'_> {
     /// # Errors
     /// [`Error::Count`] when there are not as many tokens as were reserved, [`Error::NoToken`] for an output that is no token.
     pub fn plan(&self, tokens: &[u32], outputs: &[u32]) -> Result<StepPlan, Error> {
-        let expected = self.growths.iter().map(Growth::count).sum();
+        let expected = self.growths.iter().map(|growth| growth.count).sum();
         if tokens.len() != expected {
             return Err(Error::Count { what: "token", expected, found: tokens.len() });
         }
         if let Some(&index) = outputs.iter().find(|&&index| index as usize >= tokens.len()) {
             return Err(Error::NoToken { index: index as usize, tokens: tokens.len() });
         }
-        let mut plan = StepPlan {
-            tokens: tokens.to_vec(),
-            positions: Vec::with_capacity(tokens.len()),
-            segments: Vec::with_capacity(self.growths.len()),
-            outputs: outputs.to_vec(),
-            copies: Vec::new(),
-        };
+        let mut plan = StepPlan { tokens: tokens.to_vec(), outputs: outputs.to_vec(), ..StepPlan::default() };
+        plan.segments.reserve(self.growths.len());
         for (row, growth) in self.batch.rows.iter().zip(&self.growths) {
-            let tables = (0..row.pool().spec().groups().len()).map(|group| row.table_with(group, growth)).collect();
-            let segment = Segment { start: plan.positions.len(), count: growth.count(), past: row.len(), tables };
-            plan.positions.extend((row.len()..row.len() + growth.count()).map(|position| position as u32));
-            plan.segments.push(segment);
-            plan.copies.extend(
-                growth
-                    .copies()
-                    .filter_map(|(group, copy)| Some(PageCopy { group, from: row.tail(group)?.id(), to: copy.id() })),
-            );
+            row.plan(growth, &mut plan);
         }
         Ok(plan)
+    }
+
+    /// Leaves the columns of draft heads out, for a step that does not run the head. A head's columns are then fewer than its row's tokens,
+    /// and the row counts them on their own.
+    pub fn without_companions(mut self) -> Self {
+        for (row, growth) in self.batch.rows.iter().zip(&mut self.growths) {
+            row.without_companions(growth);
+        }
+        self
     }
 
     /// Makes the tokens part of their rows.
@@ -221,7 +223,7 @@ impl Drop for Append<'_> {
 pub struct Round<'a> {
     batch: &'a mut Batch,
     /// Lengths at the beginning; empty once committed.
-    starts: Vec<usize>,
+    marks: Vec<Mark>,
 }
 
 impl<'a> Round<'a> {
@@ -233,12 +235,25 @@ impl<'a> Round<'a> {
     /// As [`Batch::prepare_append`], within the round.
     ///
     /// # Errors
-    /// [`Error::Count`] or [`Error::Budget`].
+    /// As there.
     pub fn prepare_append(&mut self, counts: &[usize]) -> Result<Append<'_>, Error> {
-        self.batch.prepare_append(counts)
+        self.batch.prepare(counts, Mode::Provisional)
     }
 
-    /// Keeps the first `keep[i]` columns that the round appended to row `i` and forgets the rest.
+    /// Reserves room for guesses of a draft head: columns of companion groups alone. They last until the next [`Self::prepare_append`],
+    /// which stores what the head makes of the real hidden states instead.
+    ///
+    /// # Errors
+    /// [`Error::NoCompanion`], or as [`Batch::prepare_append`].
+    pub fn prepare_draft(&mut self, counts: &[usize]) -> Result<Append<'_>, Error> {
+        if self.batch.pool.spec().groups().iter().all(|group| group.lag.is_none()) {
+            return Err(Error::NoCompanion);
+        }
+        self.batch.prepare(counts, Mode::Draft)
+    }
+
+    /// Keeps the first `keep[i]` tokens that the round appended to row `i` and forgets the rest. Costs nothing that depends on the
+    /// length of a row or the number of its layers.
     ///
     /// # Errors
     /// The round, unchanged, with [`Error::Count`] or [`Error::Keep`].
@@ -246,24 +261,25 @@ impl<'a> Round<'a> {
         if let Err(error) = self.batch.check_count("number of kept columns", keep.len()) {
             return Err((self, error));
         }
-        for (row, (&keep, &start)) in keep.iter().zip(&self.starts).enumerate() {
-            let appended = self.batch.rows[row].len() - start;
+        for (row, (&keep, mark)) in keep.iter().zip(&self.marks).enumerate() {
+            let appended = self.batch.rows[row].len() - mark.len;
             if keep > appended {
                 return Err((self, Error::Keep { row, keep, appended }));
             }
         }
-        let starts = std::mem::take(&mut self.starts);
-        for (row, (start, &keep)) in self.batch.rows.iter_mut().zip(starts.into_iter().zip(keep)) {
-            row.truncate(start + keep);
-        }
+        self.settle(keep);
         Ok(())
+    }
+
+    fn settle(&mut self, keep: &[usize]) {
+        for (row, (mark, &keep)) in self.batch.rows.iter_mut().zip(self.marks.drain(..).zip(keep)) {
+            row.settle(&mark, keep);
+        }
     }
 }
 
 impl Drop for Round<'_> {
     fn drop(&mut self) {
-        for (row, start) in self.batch.rows.iter_mut().zip(self.starts.drain(..)) {
-            row.truncate(start);
-        }
+        self.settle(&vec![0; self.marks.len()]);
     }
 }

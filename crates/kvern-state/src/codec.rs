@@ -26,9 +26,19 @@ impl Codec {
         }
     }
 
+    /// The name users write.
+    pub fn name(self) -> &'static str {
+        self.raw().name()
+    }
+
+    /// The name and version that checkpoints carry: a codec whose bytes change gets another version.
+    pub fn version(self) -> String {
+        format!("{}@1", self.name())
+    }
+
     /// The codec that users name so: `f32`, `f16`, `bf16`.
     pub fn from_name(name: &str) -> Option<Self> {
-        [Self::F32, Self::F16, Self::Bf16].into_iter().find(|codec| codec.raw().name() == name)
+        [Self::F32, Self::F16, Self::Bf16].into_iter().find(|codec| codec.name() == name)
     }
 
     /// Bytes of one head's column of `dim` values.

@@ -41,6 +41,25 @@ pub enum Error {
         /// Columns appended since the round began.
         appended: usize,
     },
+    /// An append would cross the length at which a row's encoding changes.
+    #[error("{count} tokens cross the start of late encoding, which is {room} tokens away")]
+    Crosses {
+        /// Tokens to append.
+        count: usize,
+        /// Tokens that can be appended first.
+        room: usize,
+    },
+    /// A row cannot be cut to a length.
+    #[error("a row of {tokens} tokens cannot be cut to {len}: its state there is gone")]
+    NotResumable {
+        /// The length wanted.
+        len: usize,
+        /// The row's length.
+        tokens: usize,
+    },
+    /// A draft was begun for rows that have no draft head's state.
+    #[error("these rows hold no state of a draft head")]
+    NoCompanion,
     /// A row belongs to another pool than the batch.
     #[error("a row of another pool cannot join this batch")]
     ForeignRow,

@@ -1,8 +1,10 @@
-//! The pool: page identities, reference counts and the byte budget.
+//! The pool: page numbers, reference counts and the byte budget.
 //!
-//! A page's life is its handles' life: [`Pool`] hands out a [`Page`], clones of it share the identity, and dropping the last one
-//! returns the identity to the pool. A leak is not representable.
+//! A page's life is its references' life. A [`PageList`] owns one reference to each page that it lists: clones count up, drops count down, and the
+//! last reference returns the number to the pool. A leak is not representable. Counts are plain integers behind one lock that a list takes once, so
+//! forking or dropping a long row costs an addition for each page and nothing else.
 
+use std::ops::Range;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use crate::{Error, Row, StateSpec};
@@ -15,6 +17,8 @@ pub struct Pool(Arc<Shared>);
 struct Shared {
     spec: StateSpec,
     budget: u64,
+    /// Bytes of a page, by class.
+    bytes: Vec<u64>,
     books: Mutex<Books>,
 }
 
@@ -22,13 +26,13 @@ struct Shared {
 struct Books {
     used: u64,
     promised: u64,
-    groups: Vec<Identities>,
+    classes: Vec<Numbers>,
 }
 
-/// The page numbers of one group: those below `next` are either held or in `free`.
+/// The page numbers of one class: `counts[id]` references to each, those with none in `free`.
 #[derive(Debug, Default)]
-struct Identities {
-    next: u32,
+struct Numbers {
+    counts: Vec<u32>,
     free: Vec<u32>,
 }
 
@@ -43,49 +47,25 @@ pub struct Usage {
     pub budget: u64,
 }
 
-/// A shared handle to one page of one group.
-#[derive(Debug, Clone)]
-pub struct Page(Arc<Held>);
-
-#[derive(Debug)]
-struct Held {
-    pool: Arc<Shared>,
-    group: usize,
-    id: u32,
-}
-
-impl Drop for Held {
-    fn drop(&mut self) {
-        let mut books = self.pool.books();
-        books.used -= self.pool.spec.page_bytes(self.group);
-        books.groups[self.group].free.push(self.id);
-    }
-}
-
-impl Page {
-    /// The page's number within its group; backends index their storage by it.
-    pub fn id(&self) -> u32 {
-        self.0.id
-    }
-
-    /// Whether another handle to this page exists.
-    pub(crate) fn is_shared(&self) -> bool {
-        Arc::strong_count(&self.0) > 1
-    }
-}
-
 impl Shared {
     fn books(&self) -> MutexGuard<'_, Books> {
         // The books are consistent at every unlock, so a panic elsewhere does not spoil them.
         self.books.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn check(&self, books: &Books, needed: u64) -> Result<(), Error> {
+        let free = self.budget - books.used - books.promised;
+        if needed > free { Err(Error::Budget { needed, free, budget: self.budget }) } else { Ok(()) }
     }
 }
 
 impl Pool {
     /// A pool of pages for `spec` that never exceeds `budget` bytes.
     pub fn new(spec: StateSpec, budget: u64) -> Self {
-        let groups = spec.groups().iter().map(|_| Identities::default()).collect();
-        Self(Arc::new(Shared { spec, budget, books: Mutex::new(Books { used: 0, promised: 0, groups }) }))
+        let classes = spec.classes().iter().map(|_| Numbers::default()).collect();
+        let bytes = spec.classes().iter().map(crate::Class::bytes).collect();
+        let books = Mutex::new(Books { used: 0, promised: 0, classes });
+        Self(Arc::new(Shared { spec, budget, bytes, books }))
     }
 
     /// The state that the pool's rows hold.
@@ -111,35 +91,130 @@ impl Pool {
     /// Sets `bytes` aside.
     pub(crate) fn promise(&self, bytes: u64) -> Result<(), Error> {
         let mut books = self.0.books();
-        self.check(&books, bytes)?;
+        self.0.check(&books, bytes)?;
         books.promised += bytes;
         Ok(())
     }
 
-    /// Returns what [`Self::promise`] set aside.
+    /// Sets aside as much of `bytes` as is free, and says how much that was.
+    pub(crate) fn promise_some(&self, bytes: u64) -> u64 {
+        let mut books = self.0.books();
+        let some = bytes.min(self.0.budget - books.used - books.promised);
+        books.promised += some;
+        some
+    }
+
+    /// Returns what was set aside.
     pub(crate) fn release(&self, bytes: u64) {
         self.0.books().promised -= bytes;
     }
 
-    fn check(&self, books: &Books, needed: u64) -> Result<(), Error> {
-        let free = self.0.budget - books.used - books.promised;
-        if needed > free { Err(Error::Budget { needed, free, budget: self.0.budget }) } else { Ok(()) }
+    /// No pages, of a class.
+    pub(crate) fn no_pages(&self, class: usize) -> PageList {
+        PageList { pool: self.clone(), class, ids: Vec::new() }
     }
 
-    /// One page of `group`, paid from `promised` as far as it goes and else from the free budget.
-    pub(crate) fn page(&self, group: usize, promised: &mut u64) -> Result<Page, Error> {
-        let bytes = self.0.spec.page_bytes(group);
+    /// `count` pages of `class`, paid from `promised` as far as it goes and else from the free budget; all or none.
+    pub(crate) fn allocate(&self, class: usize, count: usize, promised: &mut u64) -> Result<PageList, Error> {
+        let mut list = self.no_pages(class);
+        if count == 0 {
+            return Ok(list);
+        }
+        let bytes = self.0.bytes[class] * count as u64;
         let mut books = self.0.books();
         let paid = bytes.min(*promised);
-        self.check(&books, bytes - paid)?;
+        self.0.check(&books, bytes - paid)?;
         books.promised -= paid;
         *promised -= paid;
         books.used += bytes;
-        let identities = &mut books.groups[group];
-        let id = identities.free.pop().unwrap_or_else(|| {
-            identities.next += 1;
-            identities.next - 1
-        });
-        Ok(Page(Arc::new(Held { pool: self.0.clone(), group, id })))
+        let numbers = &mut books.classes[class];
+        list.ids.reserve_exact(count);
+        for _ in 0..count {
+            let id = numbers.free.pop().unwrap_or_else(|| {
+                numbers.counts.push(0);
+                numbers.counts.len() as u32 - 1
+            });
+            numbers.counts[id as usize] = 1;
+            list.ids.push(id);
+        }
+        drop(books);
+        Ok(list)
+    }
+}
+
+/// Owned references to pages of one class, in the order of what they hold.
+#[derive(Debug)]
+pub struct PageList {
+    pool: Pool,
+    class: usize,
+    ids: Vec<u32>,
+}
+
+impl PageList {
+    /// The page numbers; backends index their storage by class and number.
+    pub fn ids(&self) -> &[u32] {
+        &self.ids
+    }
+
+    /// The class of the pages.
+    pub fn class(&self) -> usize {
+        self.class
+    }
+
+    pub(crate) fn len(&self) -> usize {
+        self.ids.len()
+    }
+
+    /// Whether another reference to the last page exists.
+    pub(crate) fn shares_last(&self) -> bool {
+        self.ids.last().is_some_and(|&id| self.pool.0.books().classes[self.class].counts[id as usize] > 1)
+    }
+
+    /// Appends pages of the same class.
+    pub(crate) fn append(&mut self, mut other: Self) {
+        debug_assert_eq!(self.class, other.class);
+        self.ids.append(&mut other.ids);
+    }
+
+    /// Gives the pages in `range` back.
+    pub(crate) fn release(&mut self, range: Range<usize>) {
+        if range.is_empty() {
+            return;
+        }
+        let bytes = self.pool.0.bytes[self.class];
+        let mut books = self.pool.0.books();
+        let Books { used, classes, .. } = &mut *books;
+        let numbers = &mut classes[self.class];
+        for id in self.ids.drain(range) {
+            let count = &mut numbers.counts[id as usize];
+            *count -= 1;
+            if *count == 0 {
+                numbers.free.push(id);
+                *used -= bytes;
+            }
+        }
+    }
+
+    pub(crate) fn truncate(&mut self, len: usize) {
+        if len < self.ids.len() {
+            self.release(len..self.ids.len());
+        }
+    }
+}
+
+impl Clone for PageList {
+    fn clone(&self) -> Self {
+        let ids = self.ids.clone();
+        let mut books = self.pool.0.books();
+        let counts = &mut books.classes[self.class].counts;
+        ids.iter().for_each(|&id| counts[id as usize] += 1);
+        drop(books);
+        Self { pool: self.pool.clone(), class: self.class, ids }
+    }
+}
+
+impl Drop for PageList {
+    fn drop(&mut self) {
+        self.release(0..self.ids.len());
     }
 }

@@ -1,69 +1,84 @@
 //! A row: one request's state.
 
-use crate::{Error, Page, Pool};
+use crate::columns::{self, Columns, Read};
+use crate::plan::{Segment, Span, StepPlan};
+use crate::pool::{PageList, Pool};
+use crate::slots::{self, Slots};
+use crate::{Demand, Error, Kind};
 
-/// One request's state: a page table per group, and a length.
+/// One request's state: columns or a recurrent state for each group, and a length.
 #[derive(Debug)]
 pub struct Row {
     pool: Pool,
-    tables: Vec<Vec<Page>>,
+    groups: Vec<Group>,
     len: usize,
     /// Bytes of the pool that only this row may turn into pages.
     promised: u64,
-    /// The length that the promise is for.
-    limit: usize,
+    /// The most bytes that the promise is for.
+    peak: u64,
 }
 
-/// The columns of one group at the moment the read was taken. It stays valid whatever happens to the row afterwards, since it
-/// holds the pages, and an append never writes below the length of a page that somebody else holds.
 #[derive(Debug, Clone)]
-pub struct Read {
-    pages: Vec<Page>,
-    len: usize,
+enum Group {
+    Columns(Columns),
+    Slots(Slots),
 }
 
-impl Read {
-    /// The pages, in token order.
-    pub fn pages(&self) -> &[Page] {
-        &self.pages
-    }
-
-    /// Number of columns.
-    pub fn len(&self) -> usize {
-        self.len
-    }
-
-    /// True when no column existed yet.
-    pub fn is_empty(&self) -> bool {
-        self.len == 0
-    }
+/// How an append relates to a round.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Mode {
+    /// Outside: tokens are part of the row once committed.
+    Decided,
+    /// Inside: what it replaces is kept.
+    Provisional,
+    /// Inside, and only guesses of a draft head.
+    Draft,
 }
 
 /// What one append adds to a row, before it is committed.
 #[derive(Debug)]
 pub(crate) struct Growth {
-    /// Per group: the page that replaces a shared tail, and the pages after it.
-    groups: Vec<(Option<Page>, Vec<Page>)>,
-    count: usize,
-    /// Bytes of the row's promise that went into these pages.
+    groups: Vec<GroupGrowth>,
+    pub(crate) count: usize,
+    mode: Mode,
+    /// Bytes of the row's promise that went into new pages.
     spent: u64,
 }
 
-impl Growth {
-    /// Pairs of (group, copy) for tails that must be copied before they are written.
-    pub(crate) fn copies(&self) -> impl Iterator<Item = (usize, &Page)> {
-        self.groups.iter().enumerate().filter_map(|(group, (copy, _))| copy.as_ref().map(|copy| (group, copy)))
-    }
+#[derive(Debug)]
+enum GroupGrowth {
+    Columns(columns::Growth),
+    Slots(slots::Growth),
+}
 
-    pub(crate) fn count(&self) -> usize {
-        self.count
-    }
+/// Lengths at the beginning of a round.
+#[derive(Debug)]
+pub(crate) struct Mark {
+    pub(crate) len: usize,
+    columns: Vec<usize>,
 }
 
 impl Row {
     pub(crate) fn new(pool: Pool) -> Self {
-        let tables = pool.spec().groups().iter().map(|_| Vec::new()).collect();
-        Self { pool, tables, len: 0, promised: 0, limit: 0 }
+        let group = |(index, spec): (usize, &crate::GroupSpec)| match spec.kind {
+            Kind::Recurrent => Group::Slots(Slots::new(&pool, index)),
+            Kind::Attention | Kind::Latent => Group::Columns(Columns::new(&pool, index)),
+        };
+        let groups = pool.spec().groups().iter().enumerate().map(group).collect();
+        Self { groups, pool, len: 0, promised: 0, peak: 0 }
+    }
+
+    /// A row of `len` tokens with room for what an image holds: for each group, its columns and whether they were encoded late.
+    pub(crate) fn with_room(pool: &Pool, len: usize, groups: &[(usize, bool)]) -> Result<Self, Error> {
+        let mut row = Self::new(pool.clone());
+        for (group, &(columns, encoded)) in row.groups.iter_mut().zip(groups) {
+            match group {
+                Group::Columns(own) => own.make_room(pool, columns, encoded)?,
+                Group::Slots(slots) => slots.make_room(pool, len)?,
+            }
+        }
+        row.len = len;
+        Ok(row)
     }
 
     /// Tokens in the row.
@@ -81,61 +96,145 @@ impl Row {
         &self.pool
     }
 
-    /// A row with the same columns, sharing every page. Costs one reference count per page, whatever the codec. The promise of
-    /// budget stays with the original.
+    /// A row with the same state, sharing every page: a frozen copy that costs one count for each page, whatever the codec. The
+    /// promise of budget stays with the original.
     #[must_use]
     pub fn fork(&self) -> Self {
-        Self { pool: self.pool.clone(), tables: self.tables.clone(), len: self.len, promised: 0, limit: 0 }
+        let mut groups = self.groups.clone();
+        for group in &mut groups {
+            // Of a row in a round, what only the round needs stays behind.
+            match group {
+                Group::Columns(columns) => columns.settle(&self.pool, columns.decided()),
+                Group::Slots(slots) => slots.cut(self.len),
+            }
+        }
+        Self { pool: self.pool.clone(), groups, len: self.len, promised: 0, peak: 0 }
     }
 
-    /// The columns of `group` as a value.
-    pub fn read(&self, group: usize) -> Read {
-        Read { pages: self.tables[group].clone(), len: self.len }
+    /// The columns of a group as a value; absent for a recurrent group.
+    pub fn read(&self, group: usize) -> Option<Read> {
+        match &self.groups[group] {
+            Group::Columns(columns) => Some(columns.read(&self.pool)),
+            Group::Slots(_) => None,
+        }
     }
 
-    /// Page numbers of one group's table.
-    pub fn table(&self, group: usize) -> impl Iterator<Item = u32> {
-        self.tables[group].iter().map(Page::id)
+    /// The slot of a group's recurrent state; absent for other groups and in a row of no tokens.
+    pub fn state(&self, group: usize) -> Option<u32> {
+        match &self.groups[group] {
+            Group::Columns(_) => None,
+            Group::Slots(slots) => slots.pages().ids().last().copied(),
+        }
     }
 
-    /// Bytes that growing to `tokens` tokens takes beyond what the row holds and was promised.
-    pub(crate) fn missing(&self, tokens: usize) -> u64 {
-        let spec = self.pool.spec();
-        let needed: u64 = (0..self.tables.len())
+    /// References to the pages of a group.
+    pub fn pages(&self, group: usize) -> &PageList {
+        match &self.groups[group] {
+            Group::Columns(columns) => columns.pages(),
+            Group::Slots(slots) => slots.pages(),
+        }
+    }
+
+    /// Columns of a group; 0 for a recurrent one.
+    pub fn columns(&self, group: usize) -> usize {
+        match &self.groups[group] {
+            Group::Columns(columns) => columns.len(),
+            Group::Slots(_) => 0,
+        }
+    }
+
+    /// Tokens that the next append may have, before late encoding needs a step of its own to begin.
+    pub fn room(&self) -> usize {
+        let room = |(group, spec): (&Group, &crate::GroupSpec)| match group {
+            // A companion's first tokens add no column.
+            Group::Columns(columns) => {
+                columns.room(&self.pool).saturating_add(spec.lag.map_or(0, |lag| lag.saturating_sub(self.len)))
+            }
+            Group::Slots(_) => usize::MAX,
+        };
+        self.groups.iter().zip(self.pool.spec().groups()).map(room).min().unwrap_or(usize::MAX)
+    }
+
+    /// Whether the row, cut to `len` tokens, is what a row of those tokens would be.
+    pub fn resumable(&self, len: usize) -> bool {
+        len <= self.len
+            && self.groups.iter().enumerate().all(|(index, group)| match group {
+                Group::Columns(columns) => columns.resumable(&self.pool, self.columns_at(index, columns, len)),
+                Group::Slots(slots) => slots.resumable(len),
+            })
+    }
+
+    /// Columns that a group keeps of a row that is cut to `len`.
+    fn columns_at(&self, group: usize, columns: &Columns, len: usize) -> usize {
+        let spec = &self.pool.spec().groups()[group];
+        columns.len() - (spec.columns(self.len) - spec.columns(len)).min(columns.len())
+    }
+
+    /// Forgets every token from `len` on.
+    ///
+    /// # Errors
+    /// [`Error::NotResumable`], with the row unchanged, when a window has passed `len`, a recurrent state or late encoding is beyond it.
+    pub fn truncate(&mut self, len: usize) -> Result<(), Error> {
+        if !self.resumable(len) {
+            return Err(Error::NotResumable { len, tokens: self.len });
+        }
+        for index in 0..self.groups.len() {
+            let columns = match &self.groups[index] {
+                Group::Columns(columns) => self.columns_at(index, columns, len),
+                Group::Slots(_) => len,
+            };
+            match &mut self.groups[index] {
+                Group::Columns(own) => own.cut(&self.pool, columns),
+                Group::Slots(slots) => slots.cut(len),
+            }
+        }
+        self.len = len;
+        self.renew();
+        Ok(())
+    }
+
+    /// Bytes that growing as `demand` says takes beyond what the row holds and was promised.
+    pub(crate) fn missing(&self, demand: Demand) -> u64 {
+        let tokens = demand.tokens.max(self.len);
+        self.short_of(self.pool.spec().peak_bytes(Demand { tokens, ..demand }))
+    }
+
+    fn short_of(&self, peak: u64) -> u64 {
+        let classes = self.pool.spec().classes();
+        let held: u64 = self
+            .groups
+            .iter()
             .map(|group| {
-                let held = self.tables[group].len() - usize::from(self.copies_tail(group));
-                spec.pages_for(tokens.max(self.len)).saturating_sub(held) as u64 * spec.page_bytes(group)
+                let (pages, lost) = match group {
+                    Group::Columns(columns) => (columns.pages(), usize::from(columns.copies_tail(&self.pool))),
+                    Group::Slots(slots) => (slots.pages(), 0),
+                };
+                (pages.len() - lost) as u64 * classes[pages.class()].bytes()
             })
             .sum();
-        needed.saturating_sub(self.promised)
+        peak.saturating_sub(held + self.promised)
     }
 
-    /// Takes over `bytes` that the pool has promised for growing to `tokens` tokens.
-    pub(crate) fn promise(&mut self, bytes: u64, tokens: usize) {
+    /// Takes over `bytes` that the pool has promised for growing as `demand` says.
+    pub(crate) fn promise(&mut self, bytes: u64, demand: Demand) {
+        let tokens = demand.tokens.max(self.len);
         self.promised += bytes;
-        self.limit = self.limit.max(tokens);
+        self.peak = self.peak.max(self.pool.spec().peak_bytes(Demand { tokens, ..demand }));
     }
 
-    /// Whether an append must first copy the tail page: it has free columns and another holder.
-    fn copies_tail(&self, group: usize) -> bool {
-        !self.len.is_multiple_of(self.pool.spec().page()) && self.tables[group].last().is_some_and(Page::is_shared)
+    /// Promises again what pages gave back; their bytes are free, unless another thread took them in between.
+    fn renew(&mut self) {
+        self.promised += self.pool.promise_some(self.short_of(self.peak));
     }
 
-    /// Reserves the pages for `count` more tokens. Nothing of the row changes but where its promise went.
-    pub(crate) fn prepare(&mut self, count: usize) -> Result<Growth, Error> {
+    /// Reserves the pages for `count` more tokens. Nothing of the row changes but where its promise went, and that guesses of a draft
+    /// head end when real tokens come.
+    pub(crate) fn prepare(&mut self, count: usize, mode: Mode) -> Result<Growth, Error> {
         let before = self.promised;
-        let mut growth = Growth { groups: Vec::with_capacity(self.tables.len()), count, spent: 0 };
-        let pages = self.pool.spec().pages_for(self.len + count);
-        for group in 0..self.tables.len() {
-            let mut reserve = || -> Result<_, Error> {
-                let copy = count > 0 && self.copies_tail(group);
-                let copy = copy.then(|| self.pool.page(group, &mut self.promised)).transpose()?;
-                let fresh = self.tables[group].len()..pages;
-                let fresh = fresh.map(|_| self.pool.page(group, &mut self.promised)).collect::<Result<Vec<_>, _>>()?;
-                Ok((copy, fresh))
-            };
-            match reserve() {
-                Ok(pages) => growth.groups.push(pages),
+        let mut growth = Growth { groups: Vec::with_capacity(self.groups.len()), count, mode, spent: 0 };
+        for index in 0..self.groups.len() {
+            match self.prepare_group(index, count, mode) {
+                Ok(group) => growth.groups.push(group),
                 Err(error) => {
                     growth.spent = before - self.promised;
                     self.cancel(growth);
@@ -147,56 +246,108 @@ impl Row {
         Ok(growth)
     }
 
+    fn prepare_group(&mut self, index: usize, count: usize, mode: Mode) -> Result<GroupGrowth, Error> {
+        let (pool, len) = (&self.pool, self.len);
+        let spec = &pool.spec().groups()[index];
+        Ok(match &mut self.groups[index] {
+            Group::Columns(columns) => {
+                let count = match (mode, spec.lag) {
+                    (Mode::Draft, lag) => count * usize::from(lag.is_some()),
+                    _ => {
+                        columns.end_draft(pool);
+                        spec.columns(len + count) - spec.columns(len)
+                    }
+                };
+                GroupGrowth::Columns(columns.prepare(pool, count, &mut self.promised)?)
+            }
+            Group::Slots(slots) => {
+                let count = if mode == Mode::Draft { 0 } else { count };
+                let provisional = mode != Mode::Decided;
+                GroupGrowth::Slots(slots.prepare(pool, len, count, provisional, &mut self.promised)?)
+            }
+        })
+    }
+
+    /// Leaves draft heads' columns out of `growth`.
+    pub(crate) fn without_companions(&self, growth: &mut Growth) {
+        let specs = self.pool.spec().groups();
+        for ((own, spec), group) in self.groups.iter().zip(specs).zip(&mut growth.groups) {
+            if let (Group::Columns(columns), Some(_)) = (own, spec.lag) {
+                *group = GroupGrowth::Columns(columns.unchanged(&self.pool));
+            }
+        }
+    }
+
     /// Undoes [`Self::prepare`], the promise included.
     pub(crate) fn cancel(&mut self, growth: Growth) {
         let spent = growth.spent;
         drop(growth);
-        self.renew(spent);
-    }
-
-    /// Promises again what was just given back; the pages' bytes are free, unless another thread took them in between.
-    fn renew(&mut self, bytes: u64) {
-        if self.pool.promise(bytes).is_ok() {
-            self.promised += bytes;
-        }
+        self.promised += self.pool.promise_some(spent);
     }
 
     pub(crate) fn grow(&mut self, growth: Growth) {
-        for (table, (copy, fresh)) in self.tables.iter_mut().zip(growth.groups) {
-            if let (Some(copy), Some(tail)) = (copy, table.last_mut()) {
-                *tail = copy;
+        let Growth { groups, count, mode, .. } = growth;
+        let (provisional, draft) = (mode != Mode::Decided, mode == Mode::Draft);
+        for (group, growth) in self.groups.iter_mut().zip(groups) {
+            match (group, growth) {
+                (Group::Columns(columns), GroupGrowth::Columns(growth)) => {
+                    columns.commit(&self.pool, growth, provisional, draft);
+                }
+                (Group::Slots(slots), GroupGrowth::Slots(growth)) => slots.commit(growth, provisional),
+                _ => unreachable!("a growth has its row's groups"),
             }
-            table.extend(fresh);
         }
-        self.len += growth.count;
-    }
-
-    /// Page numbers of one group as they will be once `growth` is committed.
-    pub(crate) fn table_with(&self, group: usize, growth: &Growth) -> Vec<u32> {
-        let (copy, fresh) = &growth.groups[group];
-        let mut table: Vec<u32> = self.table(group).collect();
-        if let (Some(copy), Some(tail)) = (copy, table.last_mut()) {
-            *tail = copy.id();
+        if !draft {
+            self.len += count;
         }
-        table.extend(fresh.iter().map(Page::id));
-        table
+        if !provisional {
+            self.renew();
+        }
     }
 
-    pub(crate) fn tail(&self, group: usize) -> Option<&Page> {
-        self.tables[group].last()
+    /// Adds the row's part to a step's plan.
+    pub(crate) fn plan(&self, growth: &Growth, plan: &mut StepPlan) {
+        let mut spans = Vec::with_capacity(self.groups.len());
+        let mut first = self.len;
+        for ((group, growth_of), spec) in self.groups.iter().zip(&growth.groups).zip(self.pool.spec().groups()) {
+            match (group, growth_of) {
+                (Group::Columns(columns), GroupGrowth::Columns(own)) => {
+                    if growth.mode == Mode::Draft && own.count() > 0 {
+                        first = columns.len() + spec.lag.unwrap_or(0);
+                    }
+                    let span = columns.span(&self.pool, own, &mut plan.fresh, &mut plan.copies);
+                    spans.push(Span::Columns(span));
+                }
+                (Group::Slots(slots), GroupGrowth::Slots(own)) => {
+                    spans.push(Span::States(slots.span(self.len, own, &mut plan.fresh)));
+                }
+                _ => unreachable!("a growth has its row's groups"),
+            }
+        }
+        let start = plan.positions.len();
+        plan.positions.extend((first..first + growth.count).map(|position| position as u32));
+        plan.segments.push(Segment { start, count: growth.count, past: self.len, spans });
     }
 
-    /// Forgets every token from `len` on, and promises the row again what it needs to reach its limit.
-    pub(crate) fn truncate(&mut self, len: usize) {
-        let pages = self.pool.spec().pages_for(len);
-        for group in 0..self.tables.len() {
-            let held = self.tables[group].len();
-            self.tables[group].truncate(pages.min(held));
+    pub(crate) fn mark(&self) -> Mark {
+        Mark { len: self.len, columns: (0..self.groups.len()).map(|group| self.columns(group)).collect() }
+    }
+
+    /// Ends a round: keeps `keep` of the tokens that came after `mark`.
+    pub(crate) fn settle(&mut self, mark: &Mark, keep: usize) {
+        let len = mark.len + keep;
+        let specs = self.pool.spec().groups();
+        for ((group, spec), &start) in self.groups.iter_mut().zip(specs).zip(&mark.columns) {
+            match group {
+                Group::Columns(columns) => {
+                    let kept = start + spec.columns(len) - spec.columns(mark.len);
+                    columns.settle(&self.pool, kept.min(columns.decided()));
+                }
+                Group::Slots(slots) => slots.cut(len),
+            }
         }
         self.len = len;
-        if self.limit > len {
-            self.renew(self.missing(self.limit));
-        }
+        self.renew();
     }
 }
 

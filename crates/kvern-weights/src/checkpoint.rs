@@ -8,6 +8,7 @@ use std::sync::Arc;
 
 use kvern_base::Raw;
 use serde_json::Value;
+use xxhash_rust::xxh3::Xxh3;
 
 use crate::gguf::{Gguf, Metadata};
 use crate::mapping::Mapping;
@@ -139,6 +140,25 @@ impl Checkpoint {
     /// Names of all tensors, in order.
     pub fn names(&self) -> impl Iterator<Item = &str> {
         self.tensors.keys().map(String::as_str)
+    }
+
+    /// A name for these weights: a hash of the configuration, of every tensor's name, shape and type, and of samples of its bytes. Whole weights are
+    /// not read, so a file altered by hand in a few places may keep its fingerprint; another training, conversion or quantization does not.
+    pub fn fingerprint(&self) -> String {
+        const SAMPLES: usize = 16;
+        const LENGTH: usize = 64;
+        let mut hash = Xxh3::new();
+        match &self.source {
+            Source::Directory { config, .. } => hash.update(config.to_string().as_bytes()),
+            Source::Gguf(metadata) => hash.update(format!("{metadata:?}").as_bytes()),
+        }
+        for (name, stored) in &self.tensors {
+            hash.update(format!("{name} {:?} {:?}", stored.shape, self.encoding_name(name)).as_bytes());
+            let bytes = &stored.mapping.bytes()[stored.range.clone()];
+            let step = (bytes.len() / SAMPLES).max(LENGTH);
+            bytes.chunks(step).for_each(|piece| hash.update(&piece[..piece.len().min(LENGTH)]));
+        }
+        format!("{:032x}", hash.digest128())
     }
 
     /// Whether the files have a tensor of this name.

@@ -3,7 +3,7 @@
 use std::path::PathBuf;
 
 use clap::{Args, Parser, Subcommand};
-use kvern::{Codec, Device, Options, Sampling, kv_preset};
+use kvern::{Codec, Device, KvPolicy, Options, Sampling, kv_preset};
 
 /// Runs language models on this machine.
 #[derive(Debug, Parser)]
@@ -31,6 +31,18 @@ pub struct RunArgs {
     /// How keys and values are stored: f32, f16, bf16 [default: the model's own type]
     #[arg(long, global = true, env = "KVERN_KV", value_name = "PRESET", value_parser = kv_preset)]
     pub kv: Option<(Codec, Codec)>,
+    /// Store the state of the first and the last N layers in another way, as N:PRESET
+    #[arg(long, global = true, env = "KVERN_KV_EDGE_LAYERS", value_name = "N:PRESET", value_parser = edges)]
+    kv_edge_layers: Option<(usize, (Codec, Codec))>,
+    /// Store a row's first tokens in the model's own type, and all of them as --kv says once there are more than N
+    #[arg(long, global = true, env = "KVERN_KV_START", value_name = "N", requires = "kv", value_parser = clap::value_parser!(u32).range(1..))]
+    kv_start: Option<u32>,
+    /// Keep the state of prompts in this directory, and find there what earlier runs computed
+    #[arg(long, global = true, env = "KVERN_PREFIX_DIR", value_name = "DIR")]
+    prefix_dir: Option<PathBuf>,
+    /// The most that the directory may hold, in MiB
+    #[arg(long, global = true, env = "KVERN_PREFIX_DISK", value_name = "MIB", default_value_t = 4096)]
+    prefix_disk: u64,
     /// Longest row in tokens [default: the model's context]
     #[arg(long, short = 'c', global = true, env = "KVERN_CTX", value_name = "TOKENS", value_parser = clap::value_parser!(u32).range(1..))]
     pub ctx: Option<u32>,
@@ -45,6 +57,12 @@ pub struct RunArgs {
     pub json: bool,
 }
 
+fn edges(text: &str) -> Result<(usize, (Codec, Codec)), String> {
+    let (count, preset) = text.split_once(':').ok_or("expected N:PRESET")?;
+    let count = count.parse().map_err(|_| "the number of layers is not a number")?;
+    Ok((count, kv_preset(preset).map_err(|error| error.to_string())?))
+}
+
 impl RunArgs {
     /// The library's options.
     pub fn options(&self) -> Options<'static> {
@@ -53,7 +71,12 @@ impl RunArgs {
             threads: self.threads.map(|threads| threads as usize),
             isa: self.isa.clone(),
             exact: self.exact,
-            kv: self.kv,
+            kv: KvPolicy {
+                codecs: self.kv,
+                edges: self.kv_edge_layers,
+                start: self.kv_start.map(|tokens| tokens as usize),
+            },
+            prefixes: self.prefix_dir.clone().map(|path| (path, self.prefix_disk.saturating_mul(1 << 20))),
             context: self.ctx.map(|tokens| tokens as usize),
             state_memory: self.state_memory.map(|mib| mib.saturating_mul(1 << 20)),
             progress: None,
@@ -144,9 +167,9 @@ pub enum Command {
     Perplexity(PerplexityArgs),
     /// Write the logits of a token list to a file
     Logits(LogitsArgs),
-    /// Show what a model is and what fits
+    /// Show what a model is and what fits, or what a checkpoint holds
     Inspect {
-        /// A .gguf file, a directory, or a built-in name
+        /// A .gguf file, a directory, a built-in name, or a checkpoint of state
         model: String,
     },
     /// Fetch a built-in model into the cache
@@ -177,8 +200,14 @@ pub struct GenerateArgs {
     #[command(flatten)]
     pub model: ModelArg,
     /// The text to continue
-    #[arg(long, short, value_name = "TEXT")]
-    pub prompt: String,
+    #[arg(long, short, value_name = "TEXT", required_unless_present = "resume")]
+    pub prompt: Option<String>,
+    /// Go on from a checkpoint; the prompt, if any, follows on its text
+    #[arg(long, value_name = "FILE")]
+    pub resume: Option<PathBuf>,
+    /// Write a checkpoint at the end
+    #[arg(long, value_name = "FILE")]
+    pub save: Option<PathBuf>,
     /// The most tokens to generate
     #[arg(long, short = 'n', default_value_t = 128, value_name = "N")]
     pub max_tokens: usize,

@@ -22,6 +22,7 @@ pub use builtin::{Builtin, Cache, builtins};
 pub use device::Device;
 pub use error::Error;
 pub use kvern_engine::{Finish, Sampling};
+pub use kvern_models::KvPolicy;
 pub use kvern_state::Codec;
 pub use kvern_text::Message;
-pub use runtime::{Generation, Options, Runtime, kv_preset};
+pub use runtime::{Generation, Options, Prompt, Runtime, kv_preset};

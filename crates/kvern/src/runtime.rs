@@ -1,13 +1,13 @@
 //! [`Runtime`]: one loaded model, ready to answer.
 
 use std::ops::ControlFlow;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
 use kvern_cpu::{Cpu, CpuOptions};
 use kvern_engine::{Engine, EngineOptions, Event, Finish, Request, RequestId, Sampling};
-use kvern_models::{Info, LoadOptions, load};
-use kvern_state::Codec;
+use kvern_models::{Info, KvPolicy, LoadOptions, load};
+use kvern_state::{Codec, Image, Limits};
 use kvern_text::{Message, Text, TextStream};
 use kvern_weights::Checkpoint;
 
@@ -24,8 +24,10 @@ pub struct Options<'a> {
     pub isa: Option<String>,
     /// Everything in `f32`: slow, for comparisons.
     pub exact: bool,
-    /// How keys and values are stored; the model's own type when absent.
-    pub kv: Option<(Codec, Codec)>,
+    /// How keys and values are stored.
+    pub kv: KvPolicy,
+    /// A directory of checkpoints, with the most bytes that it may hold: prefixes that earlier runs computed are found there again.
+    pub prefixes: Option<(PathBuf, u64)>,
     /// Tokens of a row, if fewer than the model's context.
     pub context: Option<usize>,
     /// Bytes of state; four fifths of the free memory when absent.
@@ -50,6 +52,21 @@ pub fn kv_preset(name: &str) -> Result<(Codec, Codec), Error> {
     Ok((codec, codec))
 }
 
+/// Tokens to continue.
+#[derive(Debug, Clone, Default)]
+pub struct Prompt {
+    /// Their ids.
+    pub tokens: Vec<u32>,
+    /// Lengths at which other prompts may part from this one.
+    pub boundaries: Vec<usize>,
+}
+
+impl From<Vec<u32>> for Prompt {
+    fn from(tokens: Vec<u32>) -> Self {
+        Self { tokens, boundaries: Vec::new() }
+    }
+}
+
 /// A loaded model with its tokenizer.
 pub struct Runtime {
     /// The engine.
@@ -71,6 +88,8 @@ pub struct Generation {
     pub logprobs: Vec<Option<f32>>,
     /// Tokens of the prompt.
     pub prompt_tokens: usize,
+    /// Tokens of the prompt whose state was there already and was not computed again.
+    pub cached_tokens: usize,
     /// Why it ended.
     pub finish: Finish,
     /// Time to the first token.
@@ -105,7 +124,7 @@ impl Runtime {
         });
         let exact = options.exact.then_some((Codec::F32, Codec::F32));
         let load_options = LoadOptions {
-            kv: options.kv.or(exact),
+            kv: KvPolicy { codecs: options.kv.codecs.or(exact), ..options.kv },
             max_tokens: STEP_TOKENS,
             max_outputs: STEP_OUTPUTS,
             page: PAGE,
@@ -114,11 +133,15 @@ impl Runtime {
         // Before the weights, which then reuse the memory that building a tokenizer frees.
         let text = Text::load(checkpoint.source())?;
         let model = load(&cpu, checkpoint, &load_options)?;
+        let defaults = EngineOptions::default();
+        let (directory, disk) = options.prefixes.clone().unzip();
         let engine_options = EngineOptions {
             max_rows: STEP_OUTPUTS,
             max_tokens: STEP_TOKENS,
             state_memory: options.state_memory,
             context: options.context,
+            prefixes: Limits { directory, disk: disk.unwrap_or(0), ..defaults.prefixes },
+            ..defaults
         };
         let engine = Engine::new(cpu, model, engine_options)?;
         Ok(Self { engine, text, load_time: start.elapsed() })
@@ -137,14 +160,28 @@ impl Runtime {
         Ok(self.text.tokenizer.encode(text, true)?)
     }
 
-    /// Token ids of a conversation, up to the beginning of the assistant's next turn.
+    /// A conversation, up to the beginning of the assistant's next turn. Others are expected to part from it where its system message or its
+    /// last message begins.
     ///
     /// # Errors
     /// [`kvern_text::Error::NoTemplate`] or the template's own.
-    pub fn chat_prompt(&self, messages: &[Message]) -> Result<Vec<u32>, Error> {
+    pub fn chat_prompt(&self, messages: &[Message]) -> Result<Prompt, Error> {
         let template = self.text.template.as_ref().ok_or(kvern_text::Error::NoTemplate)?;
         // The template writes the tokens around a text itself.
-        Ok(self.text.tokenizer.encode(&template.render(messages, true)?, false)?)
+        let encode = |messages: &[Message], open: bool| -> Result<Vec<u32>, Error> {
+            Ok(self.text.tokenizer.encode(&template.render(messages, open)?, false)?)
+        };
+        let tokens = encode(messages, true)?;
+        let system = messages.iter().take_while(|message| message.role == "system").count();
+        let ends =
+            [system, messages.len().saturating_sub(1)].into_iter().filter(|&end| end > 0 && end < messages.len());
+        // A template that cannot render a part of a conversation has no boundaries to tell.
+        let boundary = |end: usize| {
+            let part = encode(&messages[..end], false).ok()?;
+            Some(part.iter().zip(&tokens).take_while(|(a, b)| a == b).count())
+        };
+        let boundaries = ends.filter_map(boundary).collect();
+        Ok(Prompt { tokens, boundaries })
     }
 
     /// Generates from `prompt` until a stop id of the model, one of `stop_strings`, or `max_tokens`; `piece` sees the text as it comes.
@@ -153,25 +190,45 @@ impl Runtime {
     /// The engine's, or the tokenizer's.
     pub fn generate(
         &mut self,
-        prompt: &[u32],
+        prompt: &Prompt,
         max_tokens: usize,
         sampling: &Sampling,
         stop_strings: &[String],
         mut piece: impl FnMut(&str),
     ) -> Result<Generation, Error> {
         let request = Request {
-            prompt: prompt.to_vec(),
-            max_tokens,
             sampling: sampling.clone(),
             stops: self.text.tokenizer.stops().clone(),
+            boundaries: prompt.boundaries.clone(),
+            ..Request::new(prompt.tokens.clone(), max_tokens)
         };
         let id = self.engine.submit(request)?;
-        let outcome = self.follow(id, prompt.len(), stop_strings, &mut piece);
+        let outcome = self.follow(id, prompt.tokens.len(), stop_strings, &mut piece);
         if outcome.is_err() {
             // Nothing of a failed request stays behind.
             self.engine.cancel(id);
         }
         outcome
+    }
+
+    /// Writes a checkpoint of `tokens`, with the state after as many of them as have been computed; gives that number and the file's bytes.
+    ///
+    /// # Errors
+    /// [`kvern_engine::Error::NoState`] when none of them has, or the system's.
+    pub fn save(&mut self, tokens: &[u32], path: &Path) -> Result<(usize, u64), Error> {
+        let image = self.engine.image(tokens, "")?;
+        let bytes = image.save(path).map_err(kvern_engine::Error::from)?;
+        Ok((image.tokens().len(), bytes))
+    }
+
+    /// Restores a checkpoint, so that prompts that begin with its tokens go on from there; gives all its tokens.
+    ///
+    /// # Errors
+    /// A file that is damaged, or of another model, codec or page size.
+    pub fn resume(&mut self, path: &Path) -> Result<Vec<u32>, Error> {
+        let image = Image::load(path).map_err(kvern_engine::Error::from)?;
+        self.engine.restore(&image)?;
+        Ok([image.tokens(), &image.manifest().pending].concat())
     }
 
     /// Steps the engine until the request `id` ends.
@@ -189,6 +246,7 @@ impl Runtime {
             tokens: Vec::new(),
             logprobs: Vec::new(),
             prompt_tokens,
+            cached_tokens: 0,
             finish: Finish::Length,
             prefill: Duration::ZERO,
             decode: Duration::ZERO,
@@ -200,7 +258,8 @@ impl Runtime {
             }
         };
         while !self.engine.is_idle() {
-            for Event { token, finish, .. } in self.engine.step()?.into_iter().filter(|event| event.id == id) {
+            for Event { token, finish, cached, .. } in self.engine.step()?.into_iter().filter(|event| event.id == id) {
+                out.cached_tokens = cached;
                 if out.prefill.is_zero() {
                     out.prefill = start.elapsed();
                 }

@@ -128,6 +128,14 @@ pub trait Isa: Copy + Send + Sync + 'static {
         lanes.into_iter().fold(f32::NEG_INFINITY, f32::max)
     }
 
+    /// `tanh a`, with an absolute error under 3e-7: `1 - 2 / (e^2a + 1)`.
+    #[inline(always)]
+    fn tanh(self, a: Self::F) -> Self::F {
+        let one = self.splat(1.0);
+        let e = self.exp(self.add(a, a));
+        self.fma(self.splat(-2.0), self.div(one, self.add(e, one)), one)
+    }
+
     /// `e^a`: 0 below -103, infinite above 88.8, NaN for NaN; relative error under 3e-7 in between.
     ///
     /// Cephes' reduction `a = n ln 2 + r` with a split constant, then the Taylor polynomial of degree 7 on `|r| ≤ ln 2 / 2`.

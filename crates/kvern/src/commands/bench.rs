@@ -38,9 +38,8 @@ pub fn run(args: &BenchArgs, run: &RunArgs) -> Result<(), Error> {
             let what = format!("{batch} rows at depth {depth}");
             let rate = busy(what, || decode_rate(engine, batch, depth, args.generate, repeat))?;
             let info = engine.info();
-            let column: usize = info.spec.groups().iter().map(|group| group.column_bytes()).sum();
-            let state = batch * column * (depth + args.generate / 2);
-            let limit = batch as f64 * limits.read_gb_s * 1e9 / (info.step_weight_bytes + state) as f64;
+            let state = batch as f64 * info.spec.row_bytes(depth + args.generate / 2) as f64;
+            let limit = batch as f64 * limits.read_gb_s * 1e9 / (info.step_weight_bytes as f64 + state);
             decode.push(json!({ "batch": batch, "depth": depth, "tok_s": rate, "limit_share": rate / limit }));
         }
     }
@@ -83,6 +82,8 @@ fn prompt_rate(engine: &mut Engine<Cpu>, count: usize, repeat: usize) -> Result<
     let prompt = tokens(count, engine.info().vocab, 0);
     let mut best = 0.0f64;
     for _ in 0..repeat {
+        // What is kept of the last repetition would be taken up and not computed.
+        engine.prefixes().clear();
         let start = Instant::now();
         engine.submit(Request::new(prompt.clone(), 1))?;
         while !engine.is_idle() {
@@ -104,6 +105,7 @@ fn decode_rate(
 ) -> Result<f64, Error> {
     let vocab = engine.info().vocab;
     let mut ids = Vec::new();
+    engine.prefixes().clear();
     for row in 0..batch {
         // Prompts end in different steps: rows that are ahead generate until the last one has read its prompt.
         let ahead = batch * depth.div_ceil(64) + 1;

@@ -4,19 +4,29 @@ use kvern::{Error, Generation, Runtime};
 use serde_json::{Value, json};
 
 use crate::cli::{GenerateArgs, RunArgs};
-use crate::output::{load_for, print, print_json};
+use crate::output::{busy, load_for, print, print_json};
 
 pub fn run(args: &GenerateArgs, run: &RunArgs) -> Result<(), Error> {
     let mut runtime = load_for(&args.model.model, run)?;
-    let prompt = runtime.prompt(&args.prompt)?;
+    let mut prompt = args.resume.as_ref().map_or(Ok(Vec::new()), |path| runtime.resume(path))?;
+    if let Some(text) = &args.prompt {
+        // What follows on a checkpoint is no beginning of a text.
+        let first = prompt.is_empty();
+        prompt.extend(runtime.text.tokenizer.encode(text, first)?);
+    }
     let sampling = args.sampling.sampling(args.logprobs.then_some(0));
     let mut written = Ok(());
-    let generation = runtime.generate(&prompt, args.max_tokens, &sampling, &args.sampling.stop, |piece| {
-        if !run.json && written.is_ok() {
-            written = print(piece);
-        }
-    })?;
+    let generation =
+        runtime.generate(&prompt.clone().into(), args.max_tokens, &sampling, &args.sampling.stop, |piece| {
+            if !run.json && written.is_ok() {
+                written = print(piece);
+            }
+        })?;
     written?;
+    if let Some(path) = &args.save {
+        let tokens = [prompt, generation.tokens.clone()].concat();
+        busy(format!("writing {}", path.display()), || runtime.save(&tokens, path))?;
+    }
     if run.json { print_json(&report(&generation, &runtime)) } else { print("\n") }
 }
 
@@ -26,6 +36,7 @@ pub fn report(generation: &Generation, runtime: &Runtime) -> Value {
         "text": generation.text,
         "tokens": generation.tokens,
         "prompt_tokens": generation.prompt_tokens,
+        "cached_tokens": generation.cached_tokens,
         "finish_reason": generation.finish,
         "timings": {
             "load_s": runtime.load_time.as_secs_f64(),

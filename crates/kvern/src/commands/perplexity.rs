@@ -5,7 +5,7 @@
 
 use std::fs;
 
-use kvern::{Codec, Error, Options, Runtime};
+use kvern::{Codec, Error, KvPolicy, Options, Runtime};
 use kvern_engine::log_softmax;
 use serde_json::json;
 
@@ -60,10 +60,11 @@ pub fn run(args: &PerplexityArgs, run: &RunArgs) -> Result<(), Error> {
 fn other(args: &PerplexityArgs, options: &Options<'_>) -> Result<Option<Runtime>, Error> {
     let name = match &args.against {
         Some(name) => name,
-        None if options.kv.is_some() || args.against_exact => &args.model.model,
+        None if options.kv != KvPolicy::default() || args.against_exact => &args.model.model,
         None => return Ok(None),
     };
-    let options = Options { kv: Some((Codec::F32, Codec::F32)), exact: args.against_exact, ..options.clone() };
+    let kv = KvPolicy { codecs: Some((Codec::F32, Codec::F32)), ..KvPolicy::default() };
+    let options = Options { kv, exact: args.against_exact, ..options.clone() };
     load(name, &options).map(Some)
 }
 
