@@ -122,8 +122,8 @@ impl Columns {
         let spec = pool.spec();
         let window = spec.groups()[self.group].window;
         let held = self.from == 0 || window.is_none_or(|window| window.start(len + 1) >= self.from);
-        let early_enough = !self.is_encoded(pool) || self.start(pool).is_some_and(|start| len == 0 || len >= start);
-        len == self.len || (len < self.len && (held || len == 0) && early_enough)
+        let early_enough = !self.is_encoded(pool) || self.start(pool).is_some_and(|start| len >= start);
+        len == self.len || (len < self.len && held && early_enough)
     }
 
     /// Whether an append must first copy the tail page: it has free columns and another holder.

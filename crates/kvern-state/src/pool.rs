@@ -98,6 +98,9 @@ impl Pool {
 
     /// Sets aside as much of `bytes` as is free, and says how much that was.
     pub(crate) fn promise_some(&self, bytes: u64) -> u64 {
+        if bytes == 0 {
+            return 0;
+        }
         let mut books = self.0.books();
         let some = bytes.min(self.0.budget - books.used - books.promised);
         books.promised += some;

@@ -157,11 +157,25 @@ impl Row {
 
     /// Whether the row, cut to `len` tokens, is what a row of those tokens would be.
     pub fn resumable(&self, len: usize) -> bool {
-        len <= self.len
-            && self.groups.iter().enumerate().all(|(index, group)| match group {
+        let all = || {
+            self.groups.iter().enumerate().all(|(index, group)| match group {
                 Group::Columns(columns) => columns.resumable(&self.pool, self.columns_at(index, columns, len)),
                 Group::Slots(slots) => slots.resumable(len),
             })
+        };
+        // Nothing can be resumed from anywhere.
+        len == 0 || (len <= self.len && all())
+    }
+
+    /// The shortest prefix of the row, of one token at least, that can be reused: every longer one can, too. More than 1 once a window has moved on,
+    /// a recurrent state has been replaced, or late encoding has begun.
+    pub fn min_reusable(&self) -> usize {
+        let (mut low, mut high) = (1, self.len.max(1));
+        while low < high {
+            let middle = low.midpoint(high);
+            if self.resumable(middle) { high = middle } else { low = middle + 1 }
+        }
+        low
     }
 
     /// Columns that a group keeps of a row that is cut to `len`.

@@ -41,7 +41,7 @@ impl Slots {
 
     /// Whether the state after `len` tokens is here.
     pub(crate) fn resumable(&self, len: usize) -> bool {
-        len == 0 || self.seen.contains(&len)
+        self.seen.contains(&len)
     }
 
     /// Room for the states of `count` tokens after the first `len`: of each in a round, else of the last.

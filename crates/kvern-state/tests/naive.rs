@@ -7,6 +7,8 @@ use std::collections::BTreeSet;
 use common::{GUESS, Naive, Store, groups};
 use kvern_state::{Batch, Demand, Error, Pool, Read, Row, StateSpec};
 use proptest::prelude::*;
+use proptest::strategy::ValueTree;
+use proptest::test_runner::TestRunner;
 
 #[derive(Debug, Clone)]
 enum Op {
@@ -326,5 +328,79 @@ proptest! {
             prop_assert_eq!(pool.usage().used, spec.row_bytes(len), "{} tokens", len);
             prop_assert_eq!(pool.usage().used + pool.usage().promised, spec.peak_bytes(demand));
         }
+    }
+}
+
+/// Bytes of this process in memory.
+fn resident() -> Option<u64> {
+    let status = std::fs::read_to_string("/proc/self/status").ok()?;
+    let line = status.lines().find(|line| line.starts_with("VmRSS"))?;
+    Some(line.split_whitespace().nth(1)?.parse::<u64>().ok()? * 1024)
+}
+
+/// A long life of one pool after another; `KVERN_SOAK` says how many operations in all.
+#[test]
+fn soak() {
+    let operations: usize = std::env::var("KVERN_SOAK").ok().and_then(|n| n.parse().ok()).unwrap_or(20_000);
+    let lives = 10;
+    let mut runner = TestRunner::deterministic();
+    let mut early = None;
+    for life in 0..lives {
+        let choice: Vec<usize> = (0..4).map(|i| life + i * 3).collect();
+        let spec = StateSpec::new([4, 8, 16, 32][life % 4], groups(&choice, 5 + 6 * life, 3 + 4 * life)).unwrap();
+        let budget = 100_000;
+        let mut world = World::new(spec.clone(), budget);
+        for _ in 0..operations / lives {
+            let op = op().new_tree(&mut runner).unwrap().current();
+            world.apply(op);
+            world.check();
+            world.reads.drain(..world.reads.len().saturating_sub(4));
+            world.outside.drain(..world.outside.len().saturating_sub(4));
+        }
+        for class in 0..spec.classes().len() {
+            let most = budget / spec.classes()[class].bytes();
+            assert!(world.store.highest(class) < most, "page numbers are used again");
+        }
+        let pool = world.pool.clone();
+        drop(world);
+        assert_eq!((pool.usage().used, pool.usage().promised), (0, 0));
+        if life == 1 {
+            early = resident();
+        }
+    }
+    if let (Some(early), Some(late)) = (early, resident()) {
+        assert!(late < early + (8 << 20), "memory grew from {early} to {late} bytes");
+    }
+}
+
+/// A pool with room for a number of pages and no more: each admission, append and round fails at each page in turn, and nothing has changed.
+#[test]
+fn running_out_at_any_page_changes_nothing() {
+    for choice in [vec![0, 5, 6], vec![1, 3, 7, 9], vec![2, 4, 8, 6]] {
+        let spec = StateSpec::new(4, groups(&choice, 9, 13)).unwrap();
+        let mut successes = 0;
+        for budget in (0..spec.row_bytes(13) * 4).step_by(16) {
+            let mut world = World::new(spec.clone(), budget);
+            let row = world.pool.row();
+            // Without a promise, so that every page can be missing.
+            world.batch.prepare_admit(vec![(row, 0)]).unwrap().commit();
+            world.rows.push(Naive::new(&spec));
+            world.check();
+            for op in [
+                Op::Append { counts: vec![6], companions: true },
+                Op::Fork,
+                Op::Append { counts: vec![7], companions: true },
+                Op::Round { appends: vec![(vec![2], true), (vec![5], false), (vec![3], false)], keep: Some(vec![4]) },
+                Op::Append { counts: vec![20], companions: true },
+            ] {
+                world.apply(op);
+                world.check();
+            }
+            successes += usize::from(world.rows[0].tokens.len() >= 37);
+            let pool = world.pool.clone();
+            drop(world);
+            assert_eq!((pool.usage().used, pool.usage().promised), (0, 0));
+        }
+        assert!(successes > 0, "with enough room everything fits");
     }
 }

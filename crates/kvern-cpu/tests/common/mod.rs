@@ -1,5 +1,7 @@
 //! What the kernels' tests share.
 
+#![allow(dead_code, reason = "each test uses its own part of this")]
+
 use kvern_backend::Backend;
 use kvern_cpu::{Cpu, CpuOptions, KernelSet};
 

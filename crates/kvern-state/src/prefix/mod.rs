@@ -35,7 +35,7 @@ use self::events::{Blocks, Holding};
 pub use self::events::{Event, Tier};
 use self::tree::{Id, Tree};
 use self::writer::{Writer, Written};
-use crate::{Identity, Image, ImageError, Kind, PageId, Row, StateSpec};
+use crate::{GroupSpec, Identity, Image, ImageError, Kind, PageId, Row, StateSpec};
 
 /// The ending of checkpoint files.
 const ENDING: &str = "kvern";
@@ -238,17 +238,16 @@ impl PrefixIndex {
         }
     }
 
+    /// Whether an entry can stand for its first `len` tokens, which are not all of it unless it says so.
     fn can_stand(&self, entry: &Entry, len: usize) -> bool {
         let image = entry.host.as_ref().or(entry.leaving.as_ref());
+        // What a file holds is read when it is chosen; until then only that much is known.
+        let anywhere =
+            |group: &GroupSpec| group.kind != Kind::Recurrent && group.window.is_none() && group.late.is_none();
         len == entry.tokens.len()
             || entry.device.as_ref().is_some_and(|row| row.resumable(len))
             || image.is_some_and(|image| image.resumable(&self.spec, len))
-            // What a file holds is read when it is chosen; that much is known before.
-            || (entry.device.is_none() && image.is_none() && self.spec.groups().iter().all(|group| {
-                group.kind != Kind::Recurrent
-                    && group.late.as_ref().is_none_or(|late| group.columns(len) >= late.start || group.columns(entry.tokens.len()) <= late.start)
-                    && group.window.is_none_or(|window| window.start(group.columns(entry.tokens.len()) + 1) == 0)
-            }))
+            || (entry.disk.is_some() && self.spec.groups().iter().all(anywhere))
     }
 
     /// Keeps a frozen row for its tokens. Entries that it can stand for are dropped.
@@ -257,10 +256,12 @@ impl PrefixIndex {
         if tokens.len() != row.len() || tokens.is_empty() || *row.pool().spec() != self.spec {
             return;
         }
+        let covers = |longer: &Row, shorter: &Row| longer.min_reusable() <= shorter.min_reusable();
         if let Some(tree) = self.trees.get(identity) {
             // A longer entry may stand for this one already.
             let longer = tree.find(tokens, |id, len| {
-                len == tokens.len() && self.entries[&id].device.as_ref().is_some_and(|row| row.resumable(len))
+                let longer = self.entries[&id].device.as_ref();
+                len == tokens.len() && longer.is_some_and(|longer| covers(longer, &row))
             });
             if let Some((id, _)) = longer {
                 self.clock += 1;
@@ -269,11 +270,11 @@ impl PrefixIndex {
                 }
                 return;
             }
-            let covered: Vec<Id> = tree
-                .prefixes(tokens)
-                .filter(|&(id, len)| len < tokens.len() && row.resumable(len) && self.entries[&id].device.is_some())
-                .map(|(id, _)| id)
-                .collect();
+            let covered = |&(id, len): &(Id, usize)| {
+                let shorter = self.entries[&id].device.as_ref();
+                len < tokens.len() && shorter.is_some_and(|shorter| covers(&row, shorter))
+            };
+            let covered: Vec<Id> = tree.prefixes(tokens).filter(covered).map(|(id, _)| id).collect();
             for id in covered {
                 self.set_device(id, None);
                 self.forget_if_gone(id);

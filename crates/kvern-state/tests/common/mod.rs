@@ -3,6 +3,8 @@
 //! A column is the tag of the token that wrote it; a recurrent state is a fold of the tags that it has seen. Columns that were encoded late carry a
 //! mark, and encoding one twice panics.
 
+#![allow(dead_code, reason = "each test uses its own part of this")]
+
 use std::collections::BTreeMap;
 
 use kvern_state::{
@@ -66,6 +68,11 @@ impl Store {
                 }
             }
         }
+    }
+
+    /// The highest page number ever used in a class.
+    pub fn highest(&self, class: usize) -> u64 {
+        self.pages.keys().filter(|page| page.class == class).map(|page| u64::from(page.id)).max().unwrap_or(0)
     }
 
     fn append(&mut self, spec: &StateSpec, plan: &StepPlan, segment: &Segment, group: usize, columns: &Columns) {

@@ -1,5 +1,7 @@
 //! `kvern generate`: plain completion.
 
+use std::time::Instant;
+
 use kvern::{Error, Generation, Runtime};
 use serde_json::{Value, json};
 
@@ -8,7 +10,9 @@ use crate::output::{busy, load_for, print, print_json};
 
 pub fn run(args: &GenerateArgs, run: &RunArgs) -> Result<(), Error> {
     let mut runtime = load_for(&args.model.model, run)?;
+    let start = Instant::now();
     let mut prompt = args.resume.as_ref().map_or(Ok(Vec::new()), |path| runtime.resume(path))?;
+    let resume = start.elapsed();
     if let Some(text) = &args.prompt {
         // What follows on a checkpoint is no beginning of a text.
         let first = prompt.is_empty();
@@ -27,7 +31,14 @@ pub fn run(args: &GenerateArgs, run: &RunArgs) -> Result<(), Error> {
         let tokens = [prompt, generation.tokens.clone()].concat();
         busy(format!("writing {}", path.display()), || runtime.save(&tokens, path))?;
     }
-    if run.json { print_json(&report(&generation, &runtime)) } else { print("\n") }
+    if !run.json {
+        return print("\n");
+    }
+    let mut report = report(&generation, &runtime);
+    if args.resume.is_some() {
+        report["timings"]["resume_s"] = json!(resume.as_secs_f64());
+    }
+    print_json(&report)
 }
 
 /// The JSON object of a generation.
