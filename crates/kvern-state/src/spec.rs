@@ -205,6 +205,9 @@ impl GroupSpec {
         if self.layers == 0 || self.planes.iter().any(|plane| plane.column_bytes() == 0) || self.planes.is_empty() {
             return Err("layers, heads and dimensions must not be zero");
         }
+        if self.planes.iter().enumerate().any(|(i, plane)| self.planes[..i].iter().any(|p| p.name == plane.name)) {
+            return Err("planes need names of their own");
+        }
         if self.window.is_some_and(|window| window.size == 0) {
             return Err("a window must not be empty");
         }

@@ -5,7 +5,7 @@ mod common;
 use std::collections::BTreeSet;
 
 use common::{GUESS, Naive, Store, groups};
-use kvern_state::{Batch, Demand, Error, Pool, Read, Row, StateSpec};
+use kvern_state::{Batch, Codec, Demand, Error, GroupSpec, Pool, Read, Row, StateSpec, StepPlan, Window};
 use proptest::prelude::*;
 use proptest::strategy::ValueTree;
 use proptest::test_runner::TestRunner;
@@ -403,4 +403,192 @@ fn running_out_at_any_page_changes_nothing() {
         }
         assert!(successes > 0, "with enough room everything fits");
     }
+}
+
+/// A window's memory does not grow, whatever the mix of steps and rounds, over a hundred thousand tokens.
+#[test]
+fn a_window_stays_small_for_ever() {
+    let (page, size) = (16, 100);
+    let group = GroupSpec::attention(1, 1, 2, 2, (Codec::F16, Codec::F16)).windowed(Window { size, sinks: 0 });
+    let spec = StateSpec::new(page, vec![group]).unwrap();
+    let bytes = spec.classes()[0].bytes();
+    let pool = Pool::new(spec, 1 << 30);
+    let mut batch = Batch::new(&pool);
+    batch.prepare_admit(vec![(pool.row(), Demand { tokens: 100_000, step: 64, round: 8 })]).unwrap().commit();
+    let mut i = 0;
+    while batch.rows()[0].len() < 100_000 {
+        i += 1;
+        if i % 3 == 0 {
+            let mut round = batch.begin_round();
+            round.prepare_append(&[i % 9]).unwrap().commit();
+            let open = pool.usage().used / bytes;
+            assert!(open as usize <= (size + 8).div_ceil(page) + 1);
+            round.commit(&[i % 9 / 2]).map_err(|(_, error)| error).unwrap();
+        } else {
+            batch.prepare_append(&[1 + i % 64]).unwrap().commit();
+        }
+        assert!(pool.usage().used / bytes <= (size.div_ceil(page) + 1) as u64);
+    }
+}
+
+#[test]
+fn forks_hold_what_they_share_once() {
+    let spec = StateSpec::new(64, vec![GroupSpec::attention(4, 1, 8, 8, (Codec::F16, Codec::F16))]).unwrap();
+    let page = spec.classes()[0].bytes();
+    let pool = Pool::new(spec.clone(), 1 << 30);
+    let mut batch = Batch::new(&pool);
+    batch.prepare_admit(vec![(pool.row(), 9000)]).unwrap().commit();
+    grow(&mut batch, 8192).unwrap();
+    let rows = (0..16).map(|_| (batch.rows()[0].fork(), 9000)).collect();
+    let mut forks = Batch::new(&pool);
+    forks.prepare_admit(rows).unwrap().commit();
+    forks.prepare_append(&[1; 16]).unwrap().commit();
+    assert_eq!(pool.usage().used, (8192 / 64 + 16) * page);
+}
+
+/// Draft columns are guesses: none of them stays, however the round goes on.
+#[test]
+fn guesses_of_a_draft_head_end_with_the_next_step() {
+    let attention = GroupSpec::attention(1, 1, 2, 2, (Codec::F16, Codec::F16));
+    let spec = StateSpec::new(4, vec![attention.clone(), attention.companion(1)]).unwrap();
+    let pool = Pool::new(spec, 1 << 20);
+    let mut batch = Batch::new(&pool);
+    assert!(batch.begin_round().prepare_draft(&[]).is_ok());
+    batch.prepare_admit(vec![(pool.row(), Demand { tokens: 50, step: 10, round: 8 })]).unwrap().commit();
+    grow(&mut batch, 6).unwrap();
+    let columns = |row: &Row| (row.len(), row.columns(0), row.columns(1));
+    assert_eq!(columns(&batch.rows()[0]), (6, 6, 5));
+    let mut round = batch.begin_round();
+    for i in 0..3 {
+        let append = round.prepare_draft(&[1]).unwrap();
+        // The head works at the position of its next column: one behind the token that it guesses from.
+        assert_eq!(append.plan(&[0], &[]).unwrap().positions, [6 + i]);
+        append.commit();
+    }
+    assert_eq!(columns(&round.rows()[0]), (6, 6, 8));
+    let append = round.prepare_append(&[4]).unwrap();
+    let plan = append.plan(&[0; 4], &[]).unwrap();
+    let head = plan.segments[0].columns(1).unwrap();
+    assert_eq!((head.past, head.count, plan.segments[0].writers(head)), (5, 4, 0..4));
+    append.commit();
+    assert_eq!(columns(&round.rows()[0]), (10, 10, 9));
+    round.commit(&[2]).map_err(|(_, error)| error).unwrap();
+    assert_eq!(columns(&batch.rows()[0]), (8, 8, 7));
+    // A step without the head leaves it behind, and it counts on from where it is.
+    batch.prepare_append(&[3]).unwrap().without_companions().commit();
+    assert_eq!(columns(&batch.rows()[0]), (11, 11, 7));
+    grow(&mut batch, 2).unwrap();
+    assert_eq!(columns(&batch.rows()[0]), (13, 13, 9));
+    let plain = Pool::new(StateSpec::new(4, vec![attention()]).unwrap(), 1 << 20);
+    assert!(matches!(Batch::new(&plain).begin_round().prepare_draft(&[]), Err(Error::NoCompanion)));
+}
+
+fn attention() -> GroupSpec {
+    GroupSpec::attention(1, 1, 2, 2, (Codec::F16, Codec::F16))
+}
+
+#[test]
+fn a_step_does_not_cross_the_start_of_late_encoding() {
+    let group = attention().late(10, vec![Codec::F16, Codec::Bf16]);
+    let pool = Pool::new(StateSpec::new(4, vec![group]).unwrap(), 1 << 20);
+    let mut batch = Batch::new(&pool);
+    batch.prepare_admit(vec![(pool.row(), 50)]).unwrap().commit();
+    assert_eq!(batch.rows()[0].room(), 10);
+    assert_eq!(batch.prepare_append(&[11]).map(drop), Err(Error::Crosses { count: 11, room: 10 }));
+    grow(&mut batch, 10).unwrap();
+    let plan = grow(&mut batch, 30).unwrap();
+    assert_eq!(plan.copies.len(), 3, "every page is encoded once");
+    assert!(plan.copies.iter().all(|copy| copy.from.class != copy.to.class));
+    let mut row = batch.extract(0).unwrap();
+    assert_eq!((row.min_reusable(), row.room()), (10, usize::MAX));
+    assert_eq!(row.truncate(9), Err(Error::NotResumable { len: 9, tokens: 40 }));
+    row.truncate(12).unwrap();
+    // An empty row is never encoded, and a row that is cut to nothing begins anew.
+    row.truncate(0).unwrap();
+    assert_eq!((row.room(), pool.usage().used), (10, 0));
+}
+
+fn pool(budget_tokens: usize) -> Pool {
+    let group = GroupSpec::attention(1, 1, 4, 4, (Codec::F32, Codec::F32));
+    let spec = StateSpec::new(4, vec![group]).unwrap();
+    let budget = spec.row_bytes(budget_tokens);
+    Pool::new(spec, budget)
+}
+
+/// Appends `count` tokens to the only row.
+fn grow(batch: &mut Batch, count: usize) -> Result<StepPlan, Error> {
+    let append = batch.prepare_append(&[count])?;
+    let plan = append.plan(&vec![0; count], &[])?;
+    append.commit();
+    Ok(plan)
+}
+
+#[test]
+fn an_admitted_row_grows_to_its_limit_whatever_else_happens() {
+    let pool = pool(16);
+    let mut batch = Batch::new(&pool);
+    batch.prepare_admit(vec![(pool.row(), 12)]).unwrap().commit();
+    assert_eq!(pool.usage().promised, pool.spec().row_bytes(12), "the estimate is the real occupation");
+    // A neighbour takes what is left, and no more.
+    let mut neighbour = Batch::new(&pool);
+    assert!(matches!(neighbour.prepare_admit(vec![(pool.row(), 5)]), Err(refused) if refused.rows.len() == 1));
+    neighbour.prepare_admit(vec![(pool.row(), 4)]).unwrap().commit();
+    grow(&mut neighbour, 4).unwrap();
+    assert!(matches!(grow(&mut neighbour, 1), Err(Error::Budget { .. })));
+    for _ in 0..12 {
+        grow(&mut batch, 1).unwrap();
+    }
+    assert_eq!((pool.usage().used, pool.usage().promised), (pool.spec().row_bytes(16), 0));
+    assert!(matches!(grow(&mut batch, 1), Err(Error::Budget { free: 0, .. })));
+}
+
+#[test]
+fn a_shared_tail_is_copied_once_and_a_full_page_never() {
+    let pool = pool(100);
+    let mut batch = Batch::new(&pool);
+    batch.prepare_admit(vec![(pool.row(), 20)]).unwrap().commit();
+    grow(&mut batch, 6).unwrap();
+    let mut fork = batch.fork();
+    assert_eq!(grow(&mut fork, 1).unwrap().copies.len(), 1, "the tail was shared");
+    assert_eq!(grow(&mut fork, 1).unwrap().copies.len(), 0, "now it is not");
+    assert_eq!(grow(&mut batch, 1).unwrap().copies.len(), 0, "the original has its tail for itself again");
+    grow(&mut batch, 1).unwrap();
+    let mut fork = batch.fork();
+    assert_eq!(grow(&mut fork, 1).unwrap().copies.len(), 0, "a full page is not written to");
+}
+
+#[test]
+fn a_rolled_back_round_returns_its_pages_and_its_promise() {
+    let pool = pool(100);
+    let mut batch = Batch::new(&pool);
+    batch.prepare_admit(vec![(pool.row(), 30)]).unwrap().commit();
+    grow(&mut batch, 5).unwrap();
+    let before = pool.usage();
+    let mut round = batch.begin_round();
+    let append = round.prepare_append(&[20]).unwrap();
+    append.commit();
+    assert_eq!(round.rows()[0].len(), 25);
+    drop(round);
+    assert_eq!((batch.rows()[0].len(), pool.usage()), (5, before));
+}
+
+#[test]
+fn wrong_counts_change_nothing() {
+    let pool = pool(100);
+    let mut batch = Batch::new(&pool);
+    batch.prepare_admit(vec![(pool.row(), 30), (pool.row(), 30)]).unwrap().commit();
+    assert!(matches!(batch.prepare_append(&[1]), Err(Error::Count { expected: 2, found: 1, .. })));
+    let append = batch.prepare_append(&[1, 2]).unwrap();
+    assert!(matches!(append.plan(&[7], &[]), Err(Error::Count { expected: 3, found: 1, .. })));
+    assert!(matches!(append.plan(&[7; 3], &[3]), Err(Error::NoToken { index: 3, tokens: 3 })));
+    drop(append);
+    let round = batch.begin_round();
+    let (round, error) = round.commit(&[0]).unwrap_err();
+    assert!(matches!(error, Error::Count { .. }));
+    drop(round);
+    assert!(matches!(batch.filter(&[0, 0]), Err(Error::NoRow { index: 0, rows: 2 })));
+    let stranger = self::pool(100).row();
+    assert!(matches!(batch.prepare_admit(vec![(stranger, 1)]), Err(refused) if refused.error == Error::ForeignRow));
+    assert_eq!(batch.rows().len(), 2);
+    assert!(StateSpec::new(6, vec![]).is_err());
 }

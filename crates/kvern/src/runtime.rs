@@ -221,6 +221,14 @@ impl Runtime {
         Ok((image.tokens().len(), bytes))
     }
 
+    /// Writes what is kept of prompts to the directory of prefixes, if there is one, and waits for it.
+    ///
+    /// # Errors
+    /// The system's, for the first file that could not be written.
+    pub fn flush(&mut self) -> Result<(), Error> {
+        Ok(self.engine.flush()?)
+    }
+
     /// Restores a checkpoint, so that prompts that begin with its tokens go on from there; gives all its tokens.
     ///
     /// # Errors

@@ -79,6 +79,100 @@ fn a_conversation_remembers_its_beginning() {
     let tokens = |answer: &Value| answer["prompt_tokens"].as_u64().unwrap();
     let said = answers[0]["tokens"].as_array().unwrap().len() as u64;
     assert!(tokens(&answers[1]) > tokens(&answers[0]) + said, "the first turn is part of the second prompt");
+    let cached = |answer: &Value| answer["cached_tokens"].as_u64().unwrap();
+    assert_eq!(cached(&answers[0]), 0);
+    assert!(cached(&answers[1]) >= tokens(&answers[0]) + said - 1, "and is not computed again");
+}
+
+/// Stopped, saved, and gone on with in another process: the same tokens as in one go.
+#[test]
+fn a_generation_goes_on_from_a_checkpoint() {
+    let directory = tempfile::tempdir().unwrap();
+    let file = directory.path().join("story.kvern");
+    let file = file.to_str().unwrap();
+    let sampling = ["-m", model(), "-t", "0.8", "--seed", "5", "--json"];
+    let generate = |flags: &[&str]| json(&[&["generate"], flags, &sampling[..6]].concat());
+    let prompt = ["-p", "The lighthouse stood at the edge of"];
+    let whole = generate(&[&prompt[..], &["-n", "60"]].concat());
+    let first = generate(&[&prompt[..], &["-n", "25", "--save", file]].concat());
+    let second = generate(&["--resume", file, "-n", "35"]);
+    assert_eq!(ids(&whole["tokens"]), [ids(&first["tokens"]), ids(&second["tokens"])].concat());
+    let count = |report: &Value, field: &str| report[field].as_u64().unwrap();
+    assert_eq!(
+        count(&second, "cached_tokens") + 1,
+        count(&second, "prompt_tokens"),
+        "the last token alone is computed"
+    );
+
+    let shown = json(&["inspect", file]);
+    assert_eq!(shown["manifest"]["groups"][0]["columns"], second["cached_tokens"]);
+    assert!(stdout(&kvern(&["inspect", file])).contains("every hash right"));
+
+    // Another way to store state is another state.
+    let refused = kvern(&["generate", "--resume", file, "-m", model(), "--kv", "f32"]);
+    let message = String::from_utf8_lossy(&refused.stderr).into_owned();
+    assert!(refused.status.code() == Some(1) && message.contains("does not fit"), "{message}");
+    let mut bytes = fs::read(file).unwrap();
+    let middle = bytes.len() / 2;
+    bytes[middle] ^= 4;
+    fs::write(file, bytes).unwrap();
+    let refused = kvern(&["generate", "--resume", file, "-m", model()]);
+    assert!(refused.status.code() == Some(1) && String::from_utf8_lossy(&refused.stderr).contains("has changed"));
+}
+
+#[test]
+fn prompts_of_an_earlier_process_are_found_in_the_directory() {
+    let directory = tempfile::tempdir().unwrap();
+    let ask = |question: &str| {
+        let system = "You answer in one short sentence, whatever the question may be, and never apologize.";
+        json(&[
+            "chat",
+            question,
+            "-m",
+            model(),
+            "-n",
+            "12",
+            "--system",
+            system,
+            "--prefix-dir",
+            directory.path().to_str().unwrap(),
+        ])
+    };
+    let first = ask("What is the capital of France?");
+    let again = ask("What is the capital of France?");
+    assert_eq!((&first["tokens"], first["cached_tokens"].as_u64()), (&again["tokens"], Some(0)));
+    assert_eq!(again["cached_tokens"].as_u64().unwrap() + 1, again["prompt_tokens"].as_u64().unwrap());
+    let other = ask("Where do penguins live?");
+    assert!(other["cached_tokens"].as_u64().unwrap() > 20, "the system prompt is shared: {other}");
+}
+
+/// The disk is full, or the process dies in the middle of a write: no file of that name, or the older one, whole.
+#[cfg(target_os = "linux")]
+#[test]
+fn a_save_that_cannot_finish_leaves_nothing_to_see() {
+    let directory = tempfile::tempdir().unwrap();
+    let file = directory.path().join("row.kvern");
+    let run = |limits: &str| {
+        let kvern = env!("CARGO_BIN_EXE_kvern");
+        let command = format!(
+            "{limits} exec {kvern} generate -m {} -p 'Some words to begin with' -n 20 --save {}",
+            model(),
+            file.display()
+        );
+        Command::new("sh").args(["-c", &command]).stdin(Stdio::null()).output().unwrap()
+    };
+    // Writing past the limit fails, or kills where nobody says otherwise.
+    let full = run("trap '' XFSZ; ulimit -f 100;");
+    assert_eq!(full.status.code(), Some(1));
+    assert!(String::from_utf8_lossy(&full.stderr).contains("cannot write"), "{full:?}");
+    assert_eq!(fs::read_dir(directory.path()).unwrap().count(), 0, "nothing stays behind");
+    let killed = run("ulimit -f 100;");
+    assert_eq!(killed.status.code(), None, "{killed:?}");
+    assert!(!file.exists());
+    assert!(run("").status.success());
+    let whole = fs::read(&file).unwrap();
+    assert_eq!(run("ulimit -f 100;").status.code(), None);
+    assert_eq!(fs::read(&file).unwrap(), whole, "the older file is as it was");
 }
 
 #[test]

@@ -50,5 +50,6 @@ fn answer(runtime: &mut Runtime, messages: &[Message], args: &ChatArgs, show: bo
                 written = print(piece);
             }
         })?;
+    runtime.flush()?;
     written.map(|()| answer)
 }

@@ -31,6 +31,7 @@ pub fn run(args: &GenerateArgs, run: &RunArgs) -> Result<(), Error> {
         let tokens = [prompt, generation.tokens.clone()].concat();
         busy(format!("writing {}", path.display()), || runtime.save(&tokens, path))?;
     }
+    runtime.flush()?;
     if !run.json {
         return print("\n");
     }
