@@ -12,7 +12,7 @@
 //! # Ok::<(), Box<dyn std::error::Error>>(())
 //! ```
 
-use kvern_state::{Identity, Image, Pool, Row, table};
+use kvern_state::{Identity, Image, Pool, Row};
 
 use crate::{Backend, Error, Part};
 
@@ -27,7 +27,7 @@ pub fn freeze<B: Backend>(
     identity: Identity,
     tokens: &[u32],
 ) -> Result<Image, Error> {
-    let tables: Vec<_> = (0..row.pool().spec().groups().len()).map(|group| table(row, group)).collect();
+    let tables: Vec<_> = (0..row.pool().spec().groups().len()).map(|group| row.table(group)).collect();
     Image::capture(row, identity, tokens, |piece| {
         let part = Part { layer: piece.layer, plane: piece.plane };
         backend.export(pages, part, &tables[piece.group], piece.columns, piece.bytes)
@@ -46,7 +46,7 @@ pub fn thaw<B: Backend>(
     identity: &Identity,
 ) -> Result<Row, Error> {
     let (row, pieces) = image.row(pool, identity)?;
-    let tables: Vec<_> = (0..pool.spec().groups().len()).map(|group| table(&row, group)).collect();
+    let tables: Vec<_> = (0..pool.spec().groups().len()).map(|group| row.table(group)).collect();
     for piece in pieces {
         let part = Part { layer: piece.layer, plane: piece.plane };
         backend.import(pages, part, &tables[piece.group], piece.columns, piece.bytes)?;

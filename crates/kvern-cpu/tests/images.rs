@@ -233,6 +233,25 @@ fn state_of_anything_else_is_refused_by_name() {
     assert_eq!((small.usage().used, life.pool.usage()), (0, usage));
 }
 
+/// A whole file, every hash right, whose manifest claims columns that no row can have.
+#[test]
+fn impossible_sizes_are_damage() {
+    let directory = tempfile::tempdir().unwrap();
+    let path = directory.path().join("row.kvern");
+    Life::new(Reference::new()).image().save(&path).unwrap();
+    let bytes = fs::read(&path).unwrap();
+    let file = safetensors::SafeTensors::deserialize(&bytes).unwrap();
+    let (_, header) = safetensors::SafeTensors::read_metadata(&bytes).unwrap();
+    let mut metadata = header.metadata().clone().unwrap();
+    let mut manifest: kvern_state::Manifest = serde_json::from_str(&metadata["kvern.checkpoint"]).unwrap();
+    (manifest.groups[0].columns, manifest.groups[0].start) = (usize::MAX, usize::MAX);
+    let manifest = serde_json::to_string(&manifest).unwrap();
+    metadata.insert("kvern.hash".into(), format!("{:032x}", xxhash_rust::xxh3::xxh3_128(manifest.as_bytes())));
+    metadata.insert("kvern.checkpoint".into(), manifest);
+    let bytes = safetensors::serialize(file.tensors(), Some(metadata)).unwrap();
+    assert!(matches!(Image::parse(&Mapping::from_bytes(&path, bytes)), Err(ImageError::Damaged { .. })));
+}
+
 /// A file of a later version says so, whatever else it holds.
 #[test]
 fn another_version_is_refused_as_such() {

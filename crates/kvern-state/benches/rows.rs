@@ -129,8 +129,8 @@ fn main() {
     // The same with dense rows: extracting, forking or reordering copies columns. One layer of thirty, to fit any machine.
     let row_bytes = spec.row_bytes(TOKENS) as usize / 30;
     let dense: Vec<Vec<u8>> = (0..ROWS).map(|row| vec![row as u8; row_bytes]).collect();
-    let fork = 30.0 * median(5, || Vec::new(), |_| dense.clone());
-    let extract = 30.0 * median(5, || Vec::new(), |_: Vec<u8>| dense[17].clone());
+    let fork = 30.0 * median(5, Vec::new, |_| dense.clone());
+    let extract = 30.0 * median(5, Vec::new, |_: Vec<u8>| dense[17].clone());
     let dense = serde_json::json!({ "fork": fork.round(), "extract": extract.round() });
     report.insert("dense, thirty times one layer".into(), dense);
 

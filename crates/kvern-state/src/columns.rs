@@ -153,7 +153,12 @@ impl Columns {
         Growth { replaced: none(), fresh: none(), count: 0 }
     }
 
-    fn table(&self, pool: &Pool, ids: Vec<u32>, class: usize) -> Table {
+    /// The pages as they are now.
+    pub(crate) fn table(&self, pool: &Pool) -> Table {
+        self.table_of(pool, self.pages.ids().to_vec(), self.pages.class())
+    }
+
+    fn table_of(&self, pool: &Pool, ids: Vec<u32>, class: usize) -> Table {
         Table { class, ids, kept: pool.spec().sink_pages(self.group), skipped: self.skipped }
     }
 
@@ -171,7 +176,7 @@ impl Columns {
         ids.extend_from_slice(staying);
         ids.extend_from_slice(growth.replaced.ids());
         ids.extend_from_slice(growth.fresh.ids());
-        let table = self.table(pool, ids, growth.replaced.class());
+        let table = self.table_of(pool, ids, growth.replaced.class());
         let class = table.class;
         let held: Vec<usize> =
             if leaving.is_empty() { Vec::new() } else { table.pages().map(|(index, _)| index).collect() };
@@ -246,7 +251,7 @@ impl Columns {
     }
 
     pub(crate) fn read(&self, pool: &Pool) -> Read {
-        let table = self.table(pool, self.pages.ids().to_vec(), self.pages.class());
+        let table = self.table(pool);
         let window = pool.spec().groups()[self.group].window;
         Read { table, len: self.len, window, _pages: self.pages.clone() }
     }

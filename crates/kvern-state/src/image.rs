@@ -25,12 +25,14 @@ use safetensors::{Dtype, SafeTensors, View};
 use serde::{Deserialize, Serialize};
 use xxhash_rust::xxh3::xxh3_128;
 
-use crate::{Error, Pool, Row, StateSpec, Table};
+use crate::{Error, Pool, Row, StateSpec};
 
 /// The version of the file's layout.
 const VERSION: u32 = 1;
 const MANIFEST: &str = "kvern.checkpoint";
 const HASH: &str = "kvern.hash";
+/// The ending of a file that is being written.
+pub(crate) const PARTIAL: &str = "partial";
 
 /// Whose state it is. Two states can stand for each other only if all of it is equal.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
@@ -203,13 +205,6 @@ fn hash(bytes: &[u8]) -> String {
 
 fn token_bytes(tokens: &[u32]) -> Vec<u8> {
     tokens.iter().flat_map(|token| token.to_le_bytes()).collect()
-}
-
-/// Where a row's group lies: its pages, or the slot of its state as a table of one.
-pub fn table(row: &Row, group: usize) -> Table {
-    let slot =
-        || Table { class: row.pages(group).class(), ids: row.state(group).into_iter().collect(), ..Table::default() };
-    row.read(group).map_or_else(slot, |read| read.table().clone())
 }
 
 impl StateSpec {
@@ -422,7 +417,7 @@ impl Image {
         let io = |action| move |source| ImageError::Io { action, path: path.into(), source };
         let name = path.file_name().ok_or_else(|| io("name a checkpoint")(io::ErrorKind::InvalidInput.into()))?;
         let number = COUNT.fetch_add(1, Ordering::Relaxed);
-        let partial = format!(".{}.{}-{number}.partial", name.to_string_lossy(), std::process::id());
+        let partial = format!(".{}.{}-{number}.{PARTIAL}", name.to_string_lossy(), std::process::id());
         let partial = path.with_file_name(partial);
         let written = self.write(&partial).and_then(|()| File::open(&partial)?.sync_all()).and_then(|()| {
             fs::rename(&partial, path)?;
@@ -518,7 +513,8 @@ impl Image {
         let base = mapping.bytes().as_ptr() as usize;
         let mut planes = Vec::new();
         for (index, group) in manifest.groups.iter().enumerate() {
-            let sizes = group.sinks <= group.start && group.start <= group.columns;
+            let most = manifest.tokens.max(1);
+            let sizes = group.sinks <= group.start && group.start <= group.columns && group.columns <= most;
             let stored =
                 if sizes { group.stored() } else { return Err(damaged(format!("group {index} is no group"))) };
             let mut contents = Vec::new();

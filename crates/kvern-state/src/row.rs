@@ -1,7 +1,7 @@
 //! A row: one request's state.
 
 use crate::columns::{self, Columns, Read};
-use crate::plan::{Segment, Span, StepPlan};
+use crate::plan::{Segment, Span, StepPlan, Table};
 use crate::pool::{PageList, Pool};
 use crate::slots::{self, Slots};
 use crate::{Demand, Error, Kind};
@@ -124,6 +124,14 @@ impl Row {
         match &self.groups[group] {
             Group::Columns(_) => None,
             Group::Slots(slots) => slots.pages().ids().last().copied(),
+        }
+    }
+
+    /// Where a group lies: the pages of its columns, or its state's slot as a table of one.
+    pub fn table(&self, group: usize) -> Table {
+        match &self.groups[group] {
+            Group::Columns(columns) => columns.table(&self.pool),
+            Group::Slots(slots) => slots.table(),
         }
     }
 

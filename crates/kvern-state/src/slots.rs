@@ -4,7 +4,7 @@
 //! a round every position gets a slot, and committing chooses one.
 
 use crate::Error;
-use crate::plan::{PageId, States};
+use crate::plan::{PageId, States, Table};
 use crate::pool::{PageList, Pool};
 
 /// States of one group: one with nothing in work, and in a round one for each position besides.
@@ -30,6 +30,11 @@ impl Slots {
 
     pub(crate) fn pages(&self) -> &PageList {
         &self.pages
+    }
+
+    pub(crate) fn table(&self) -> Table {
+        let ids = self.pages.ids().last().copied().into_iter().collect();
+        Table { class: self.pages.class(), ids, ..Table::default() }
     }
 
     /// Takes the slot of a row of `len` tokens, into a group that has none.

@@ -449,8 +449,7 @@ fn forks_hold_what_they_share_once() {
 /// Draft columns are guesses: none of them stays, however the round goes on.
 #[test]
 fn guesses_of_a_draft_head_end_with_the_next_step() {
-    let attention = GroupSpec::attention(1, 1, 2, 2, (Codec::F16, Codec::F16));
-    let spec = StateSpec::new(4, vec![attention.clone(), attention.companion(1)]).unwrap();
+    let spec = StateSpec::new(4, vec![attention(), attention().companion(1)]).unwrap();
     let pool = Pool::new(spec, 1 << 20);
     let mut batch = Batch::new(&pool);
     assert!(batch.begin_round().prepare_draft(&[]).is_ok());

@@ -28,6 +28,7 @@ use std::collections::{BTreeMap, HashMap};
 use std::fs;
 use std::path::PathBuf;
 use std::sync::Arc;
+use std::time::Duration;
 
 use xxhash_rust::xxh3::xxh3_128;
 
@@ -35,10 +36,13 @@ use self::events::{Blocks, Holding};
 pub use self::events::{Event, Tier};
 use self::tree::{Id, Tree};
 use self::writer::{Writer, Written};
+use crate::image::PARTIAL;
 use crate::{GroupSpec, Identity, Image, ImageError, Kind, PageId, Row, StateSpec};
 
 /// The ending of checkpoint files.
 const ENDING: &str = "kvern";
+/// When a file that is still being written has been left behind.
+const ABANDONED: Duration = Duration::from_hours(1);
 
 /// How much an index may hold.
 #[derive(Debug, Clone, Default)]
@@ -144,15 +148,20 @@ impl PrefixIndex {
             };
             fs::create_dir_all(&directory).map_err(io("make"))?;
             index.writer = Some(Writer::new().map_err(io("write to"))?);
-            let mut files: Vec<_> = fs::read_dir(&directory)
-                .map_err(io("read"))?
-                .filter_map(|file| Some((file.ok()?.path(), ())))
-                .filter(|(path, ())| path.extension().is_some_and(|ending| ending == ENDING))
-                .filter_map(|(path, ())| {
-                    let metadata = fs::metadata(&path).ok()?;
-                    Some((metadata.modified().ok()?, metadata.len(), path))
-                })
-                .collect();
+            let mut files = Vec::new();
+            for file in fs::read_dir(&directory).map_err(io("read"))? {
+                let path = file.map_err(io("read"))?.path();
+                let Ok(metadata) = fs::metadata(&path) else { continue };
+                let Ok(modified) = metadata.modified() else { continue };
+                match path.extension().and_then(|ending| ending.to_str()) {
+                    Some(ENDING) => files.push((modified, metadata.len(), path)),
+                    // What a process that died was writing; a young one may belong to a process that lives.
+                    Some(PARTIAL) if modified.elapsed().is_ok_and(|age| age > ABANDONED) => {
+                        let _ = fs::remove_file(&path);
+                    }
+                    _ => {}
+                }
+            }
             files.sort();
             for (_, bytes, path) in files {
                 match Image::peek(&path) {
