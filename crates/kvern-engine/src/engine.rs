@@ -25,7 +25,8 @@ pub struct EngineOptions {
     pub state_memory: Option<u64>,
     /// Tokens of a row, if fewer than the model's context.
     pub context: Option<usize>,
-    /// What may be kept of ended rows, so that later ones can begin where they are. Pages that are kept are given up when a request needs them.
+    /// What may be kept of ended rows, so that later ones can begin where they are: at most half of the state's memory in pages, which are given up
+    /// when a request needs them.
     pub prefixes: Limits,
     /// Tokens between two snapshots of a prompt, for models whose rows can only be resumed where a snapshot was taken.
     pub snapshot_stride: usize,
@@ -135,7 +136,8 @@ impl<B: Backend> Engine<B> {
         let pool = Pool::new(model.info().spec.clone(), options.state_memory.unwrap_or_else(free));
         let pages = backend.pages(pool.spec())?;
         let context = options.context.map_or(model.info().context, |context| context.min(model.info().context));
-        let index = PrefixIndex::new(pool.spec(), options.prefixes.clone())?;
+        let device = options.prefixes.device.min(pool.usage().budget / 2);
+        let index = PrefixIndex::new(pool.spec(), Limits { device, ..options.prefixes.clone() })?;
         let (batch, running, waiting) = (Batch::new(&pool), Vec::new(), VecDeque::new());
         Ok(Self { backend, model, pages, batch, running, waiting, index, options, context, next: 0 })
     }

@@ -256,9 +256,3 @@ impl Columns {
         Read { table, len: self.len, window, _pages: self.pages.clone() }
     }
 }
-
-impl Growth {
-    pub(crate) fn count(&self) -> usize {
-        self.count
-    }
-}

@@ -331,11 +331,12 @@ impl Row {
     pub(crate) fn plan(&self, growth: &Growth, plan: &mut StepPlan) {
         let mut spans = Vec::with_capacity(self.groups.len());
         let mut first = self.len;
-        for ((group, growth_of), spec) in self.groups.iter().zip(&growth.groups).zip(self.pool.spec().groups()) {
+        for (group, growth_of) in self.groups.iter().zip(&growth.groups) {
             match (group, growth_of) {
                 (Group::Columns(columns), GroupGrowth::Columns(own)) => {
-                    if growth.mode == Mode::Draft && own.count() > 0 {
-                        first = columns.len() + spec.lag.unwrap_or(0);
+                    if growth.mode == Mode::Draft {
+                        // A guess begins from the token after those that were guessed before it.
+                        first = first.max(self.len + columns.len() - columns.decided());
                     }
                     let span = columns.span(&self.pool, own, &mut plan.fresh, &mut plan.copies);
                     spans.push(Span::Columns(span));

@@ -460,7 +460,7 @@ fn guesses_of_a_draft_head_end_with_the_next_step() {
     let mut round = batch.begin_round();
     for i in 0..3 {
         let append = round.prepare_draft(&[1]).unwrap();
-        // The head works at the position of its next column: one behind the token that it guesses from.
+        // The first guess begins from the token that the row has not processed yet.
         assert_eq!(append.plan(&[0], &[]).unwrap().positions, [6 + i]);
         append.commit();
     }
