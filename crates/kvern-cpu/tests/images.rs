@@ -5,29 +5,11 @@ mod common;
 use std::fs;
 use std::path::Path;
 
-use common::{Noise, cpu, tensor, values};
-use kvern_backend::{Backend, Error as BackendError, Reference, Slot, freeze, thaw};
+use common::{Noise, cpu, groups, spec, store};
+use kvern_backend::{Backend, Error as BackendError, Reference, freeze, thaw};
 use kvern_cpu::KernelSet;
-use kvern_state::{Batch, Codec, GroupSpec, Identity, Image, ImageError, Kind, Pool, Row, StateSpec, Window};
+use kvern_state::{Batch, Codec, GroupSpec, Identity, Image, ImageError, Pool, Row, StateSpec};
 use kvern_weights::Mapping;
-
-const HALF: (Codec, Codec) = (Codec::F16, Codec::Bf16);
-
-fn groups() -> Vec<GroupSpec> {
-    let attention = |codecs| GroupSpec::attention(2, 2, 20, 32, codecs);
-    vec![
-        attention(HALF),
-        attention((Codec::F32, Codec::F16)).windowed(Window { size: 37, sinks: 3 }),
-        attention((Codec::F32, Codec::F32)).late(50, vec![Codec::F16, Codec::Bf16]),
-        GroupSpec::latent(1, 32, 16, Some(16), Codec::F16),
-        GroupSpec::recurrent(2, &[("tail", 30)]),
-        attention(HALF).companion(1),
-    ]
-}
-
-fn spec() -> StateSpec {
-    StateSpec::new(16, groups()).unwrap()
-}
 
 fn identity() -> Identity {
     Identity { model: "m".into(), adapter: "a".into(), policy: spec().policy(), salt: "s".into() }
@@ -65,30 +47,7 @@ impl<B: Backend> Life<B> {
             let start = self.tokens.len() as u32;
             let tokens: Vec<u32> = (start..start + count as u32).map(|i| i * 31 % 1000).collect();
             let append = self.batch.prepare_append(&[count]).unwrap();
-            let step = self.backend.begin(append.plan(&tokens, &[]).unwrap(), &mut self.pages).unwrap();
-            let input = |salt: u64, width: usize| {
-                let values: Vec<f32> =
-                    tokens.iter().flat_map(|&token| values(salt * 10_000 + u64::from(token), width)).collect();
-                tensor(&self.backend, &values, width)
-            };
-            for (group, spec) in self.pool.spec().groups().iter().enumerate() {
-                for layer in 0..spec.layers {
-                    let (slot, salt) = (Slot { group, layer }, (group * 10 + layer) as u64);
-                    if spec.kind == Kind::Recurrent {
-                        let kernel = self.backend.vector(&[0.25; 40]).unwrap();
-                        let mut out = input(0, 10);
-                        let state = (slot, 0);
-                        self.backend
-                            .convolve(&step, &mut self.pages, state, &kernel, &input(salt, 10), &mut out)
-                            .unwrap();
-                    } else {
-                        let planes: Vec<_> =
-                            (1..).zip(&spec.planes).map(|(i, plane)| input(salt * 10 + i, plane.width())).collect();
-                        let planes: Vec<_> = planes.iter().collect();
-                        self.backend.append(&step, &mut self.pages, slot, &planes).unwrap();
-                    }
-                }
-            }
+            store(&self.backend, &mut self.pages, &self.pool, &append, &tokens);
             append.commit();
             self.tokens.extend(tokens);
         }

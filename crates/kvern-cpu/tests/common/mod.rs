@@ -2,8 +2,9 @@
 
 #![allow(dead_code, reason = "each test uses its own part of this")]
 
-use kvern_backend::Backend;
+use kvern_backend::{Backend, Slot};
 use kvern_cpu::{Cpu, CpuOptions, KernelSet};
+use kvern_state::{Append, Codec, GroupSpec, Kind, Pool, StateSpec, Window};
 
 /// Numbers without structure: a SplitMix64 stream.
 pub struct Noise(pub u64);
@@ -47,4 +48,47 @@ pub fn difference(got: &[f32], want: &[f32]) -> f32 {
     assert_eq!(got.len(), want.len());
     // NaN anywhere must not pass as the smaller one.
     got.iter().zip(want).map(|(a, b)| (a - b).abs()).fold(0.0, |max, x| if x <= max { max } else { x })
+}
+
+const HALF: (Codec, Codec) = (Codec::F16, Codec::Bf16);
+
+/// Groups of every kind and policy.
+pub fn groups() -> Vec<GroupSpec> {
+    let attention = |codecs| GroupSpec::attention(2, 2, 20, 32, codecs);
+    vec![
+        attention(HALF),
+        attention((Codec::F32, Codec::F16)).windowed(Window { size: 37, sinks: 3 }),
+        attention((Codec::F32, Codec::F32)).late(50, vec![Codec::F16, Codec::Bf16]),
+        GroupSpec::latent(1, 32, 16, Some(16), Codec::F16),
+        GroupSpec::recurrent(2, &[("tail", 30)]),
+        attention(HALF).companion(1),
+    ]
+}
+
+/// [`groups`] in pages of 16.
+pub fn spec() -> StateSpec {
+    StateSpec::new(16, groups()).unwrap()
+}
+
+/// Executes an append: columns and states of all groups follow from the tokens alone.
+pub fn store<B: Backend>(backend: &B, pages: &mut B::Pages, pool: &Pool, append: &Append<'_>, tokens: &[u32]) {
+    let step = backend.begin(append.plan(tokens, &[]).unwrap(), pages).unwrap();
+    let input = |salt: u64, width: usize| {
+        let row = |&token: &u32| values(salt * 10_000 + u64::from(token), width);
+        tensor(backend, &tokens.iter().flat_map(row).collect::<Vec<f32>>(), width)
+    };
+    for (group, spec) in pool.spec().groups().iter().enumerate() {
+        for layer in 0..spec.layers {
+            let (slot, salt) = (Slot { group, layer }, (group * 10 + layer) as u64);
+            if spec.kind == Kind::Recurrent {
+                let kernel = backend.vector(&[0.25; 40]).unwrap();
+                let (x, mut out) = (input(salt, 10), input(0, 10));
+                backend.convolve(&step, pages, (slot, 0), &kernel, &x, &mut out).unwrap();
+            } else {
+                let planes = (1..).zip(&spec.planes).map(|(i, plane)| input(salt * 10 + i, plane.width()));
+                let planes: Vec<B::Tensor> = planes.collect();
+                backend.append(&step, pages, slot, &planes.iter().collect::<Vec<_>>()).unwrap();
+            }
+        }
+    }
 }
