@@ -48,6 +48,11 @@ CASES = {
         "model_type": "qwen2", "hidden_size": 64, "num_hidden_layers": 3, "tie_word_embeddings": True,
         "use_sliding_window": True, "sliding_window": 50, "max_window_layers": 1,
     },
+    # Caps that random weights reach, and a scale that is not the head dimension's.
+    "gemma2": {
+        "model_type": "gemma2", "num_hidden_layers": 3, "sliding_window": 37, "query_pre_attn_scalar": 20, "tie_word_embeddings": True,
+        "attn_logit_softcapping": 4.0, "final_logit_softcapping": 6.0, "hidden_activation": "gelu_pytorch_tanh", "rms_norm_eps": 1e-6,
+    },
 }
 LENGTHS = [24, 200]
 
@@ -64,7 +69,8 @@ def weights(config: dict, seed: int) -> dict:
             out[f"{name}.bias"] = random.normal(0, 0.5, rows)
 
     def norm(name, width):
-        out[f"{name}.weight"] = 1 + random.normal(0, 0.2, width)
+        # Gemma multiplies by 1 + weight.
+        out[f"{name}.weight"] = random.normal(0, 0.2, width) + (config["model_type"] != "gemma2")
 
     qkv_bias = config.get("attention_bias", False) or config["model_type"] == "qwen2"
     matrix("model.embed_tokens", vocab, hidden)
@@ -76,6 +82,9 @@ def weights(config: dict, seed: int) -> dict:
         layer = f"model.layers.{i}"
         norm(f"{layer}.input_layernorm", hidden)
         norm(f"{layer}.post_attention_layernorm", hidden)
+        if config["model_type"] == "gemma2":
+            norm(f"{layer}.pre_feedforward_layernorm", hidden)
+            norm(f"{layer}.post_feedforward_layernorm", hidden)
         matrix(f"{layer}.self_attn.q_proj", heads * dim, hidden, qkv_bias)
         matrix(f"{layer}.self_attn.k_proj", kv * dim, hidden, qkv_bias)
         matrix(f"{layer}.self_attn.v_proj", kv * dim, hidden, qkv_bias)
@@ -152,7 +161,14 @@ def to_gguf(path, config: dict, tensors: dict) -> None:
         "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v", "self_attn.o_proj": "attn_output",
         "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up", "mlp.down_proj": "ffn_down",
     }
-    writer = gguf.GGUFWriter(path / "model.gguf", "llama")
+    architecture = config["model_type"]
+    gemma = architecture == "gemma2"
+    if gemma:
+        names |= {
+            "post_attention_layernorm": "post_attention_norm", "pre_feedforward_layernorm": "ffn_norm",
+            "post_feedforward_layernorm": "post_ffw_norm",
+        }
+    writer = gguf.GGUFWriter(path / "model.gguf", architecture)
     writer.add_block_count(config["num_hidden_layers"])
     writer.add_context_length(config["max_position_embeddings"])
     writer.add_embedding_length(config["hidden_size"])
@@ -163,11 +179,17 @@ def to_gguf(path, config: dict, tensors: dict) -> None:
     writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
     writer.add_rope_freq_base(config["rope_theta"])
     writer.add_vocab_size(config["vocab_size"])
+    if gemma:
+        writer.add_attn_logit_softcapping(config["attn_logit_softcapping"])
+        writer.add_final_logit_softcapping(config["final_logit_softcapping"])
+        writer.add_sliding_window(config["sliding_window"])
     for name, value in tensors.items():
         base, kind = name.rsplit(".", 1)
         heads = {"q_proj": config["num_attention_heads"], "k_proj": config["num_key_value_heads"]}.get(base.split(".")[-1])
-        if heads:
+        if heads and not gemma:
             value = interleave(value, heads)
+        if gemma and "norm" in base:
+            value = value.astype(np.float32) + 1
         if base.startswith("model.layers."):
             _, _, index, part = base.split(".", 3)
             base = f"blk.{index}.{names[part]}"
@@ -197,7 +219,7 @@ def main() -> None:
             quantize(path, config, 6)
             config = json.loads((path / "config.json").read_text())
         goldens(path, config)
-        if name == "llama":
+        if name in ("llama", "gemma2"):
             to_gguf(path, config, tensors)
         if name == "llama-yarn":
             # The newer layout of the same configuration.

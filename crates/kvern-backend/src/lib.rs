@@ -203,6 +203,8 @@ pub fn states<'a>(verb: &'static str, segment: &'a Segment, group: usize) -> Res
 pub enum Activation {
     /// `x * sigmoid(x)`.
     Silu,
+    /// `x / 2 * (1 + tanh(sqrt(2 / pi) * (x + 0.044715 x^3)))`: the tanh form of GELU (Hendrycks and Gimpel 2016).
+    GeluTanh,
 }
 
 /// One plane of one layer of a group.
@@ -251,12 +253,20 @@ pub trait Backend: Send + Sync + 'static {
     /// The plan behind a step.
     fn plan<'a>(&self, step: &'a Self::Step) -> &'a StepPlan;
 
-    /// `out[t] = table[token t]`: rows of a weight matrix.
-    fn embed(&self, step: &Self::Step, table: &Self::Linear, out: &mut Self::Tensor) -> Result<(), Error>;
+    /// `out[t] = scale * table[token t]`: rows of a weight matrix.
+    fn embed(&self, step: &Self::Step, table: &Self::Linear, scale: f32, out: &mut Self::Tensor) -> Result<(), Error>;
     /// `out = x / sqrt(mean(x²) + eps) * weight`, over each run of `weight.len()` values; a row may hold several runs (heads).
     fn rms_norm(&self, x: &Self::Tensor, weight: &Self::Vector, eps: f32, out: &mut Self::Tensor) -> Result<(), Error>;
     /// [`Self::rms_norm`] in place.
     fn rms_norm_in_place(&self, x: &mut Self::Tensor, weight: &Self::Vector, eps: f32) -> Result<(), Error>;
+    /// `acc +=` the [`Self::rms_norm`] of `x`.
+    fn rms_norm_add(
+        &self,
+        x: &Self::Tensor,
+        weight: &Self::Vector,
+        eps: f32,
+        acc: &mut Self::Tensor,
+    ) -> Result<(), Error>;
     /// `out = x · weightᵀ + bias`, for several weights of one input.
     fn project(&self, x: &Self::Tensor, outs: &mut [(&Self::Linear, &mut Self::Tensor)]) -> Result<(), Error>;
     /// `acc += x · weightᵀ + bias`.
@@ -314,6 +324,8 @@ pub trait Backend: Send + Sync + 'static {
     ) -> Result<(), Error>;
     /// `gate = activation(gate) * up`.
     fn gate(&self, activation: Activation, gate: &mut Self::Tensor, up: &Self::Tensor) -> Result<(), Error>;
+    /// `x = cap * tanh(x / cap)`.
+    fn softcap(&self, cap: f32, x: &mut Self::Tensor) -> Result<(), Error>;
     /// `out[i] = x[outputs[i]]`: the rows whose logits the step wants.
     fn outputs(&self, step: &Self::Step, x: &Self::Tensor, out: &mut Self::Tensor) -> Result<(), Error>;
 

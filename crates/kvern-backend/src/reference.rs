@@ -208,7 +208,7 @@ impl Backend for Reference {
         step
     }
 
-    fn embed(&self, step: &StepPlan, table: &Linear, out: &mut Tensor) -> Result<(), Error> {
+    fn embed(&self, step: &StepPlan, table: &Linear, scale: f32, out: &mut Tensor) -> Result<(), Error> {
         Error::check("embed", "rows of the output", step.tokens.len(), out.rows())?;
         Error::check("embed", "width of the output", table.inputs, out.width)?;
         for (row, &token) in step.tokens.iter().enumerate() {
@@ -216,7 +216,8 @@ impl Backend for Reference {
             if token as usize >= vocab {
                 return Err(Error::Token { token, vocab });
             }
-            out.row_mut(row).copy_from_slice(&table.data[token as usize * table.inputs..][..table.inputs]);
+            let values = &table.data[token as usize * table.inputs..][..table.inputs];
+            out.row_mut(row).iter_mut().zip(values).for_each(|(out, x)| *out = x * scale);
         }
         Ok(())
     }
@@ -235,6 +236,17 @@ impl Backend for Reference {
         for x in x.data.chunks_exact_mut(weight.len()) {
             let before = x.to_vec();
             Self::normalize(&before, weight, eps, x);
+        }
+        Ok(())
+    }
+
+    fn rms_norm_add(&self, x: &Tensor, weight: &Vec<f32>, eps: f32, acc: &mut Tensor) -> Result<(), Error> {
+        Error::check("rms_norm_add", "values of the sum", x.data.len(), acc.data.len())?;
+        Error::check("rms_norm_add", "remainder of the width", 0, x.width % weight.len())?;
+        let mut normalized = vec![0.0; weight.len()];
+        for (x, acc) in x.data.chunks_exact(weight.len()).zip(acc.data.chunks_exact_mut(weight.len())) {
+            Self::normalize(x, weight, eps, &mut normalized);
+            acc.iter_mut().zip(&normalized).for_each(|(acc, x)| *acc += x);
         }
         Ok(())
     }
@@ -447,9 +459,19 @@ impl Backend for Reference {
             let x = f64::from(*gate);
             let activated = match activation {
                 Activation::Silu => x / (1.0 + (-x).exp()),
+                Activation::GeluTanh => {
+                    let inner = (2.0 / std::f64::consts::PI).sqrt() * (x + 0.044715 * x * x * x);
+                    x / 2.0 * (1.0 + inner.tanh())
+                }
             };
             *gate = (activated * f64::from(*up)) as f32;
         }
+        Ok(())
+    }
+
+    fn softcap(&self, cap: f32, x: &mut Tensor) -> Result<(), Error> {
+        let cap = f64::from(cap);
+        x.data.iter_mut().for_each(|x| *x = (cap * (f64::from(*x) / cap).tanh()) as f32);
         Ok(())
     }
 

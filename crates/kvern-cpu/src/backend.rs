@@ -158,13 +158,18 @@ impl Backend for Cpu {
         step
     }
 
-    fn embed(&self, step: &StepPlan, table: &Linear, out: &mut Tensor) -> Result<(), BackendError> {
+    fn embed(&self, step: &StepPlan, table: &Linear, scale: f32, out: &mut Tensor) -> Result<(), BackendError> {
         BackendError::check("embed", "rows of the output", step.tokens.len(), out.rows())?;
         BackendError::check("embed", "width of the output", table.inputs, out.width())?;
         if let Some(&token) = step.tokens.iter().find(|&&token| token as usize >= table.outputs) {
             return Err(BackendError::Token { token, vocab: table.outputs });
         }
-        elementwise::rows(&self.pool, out, |row, out| table.row(step.tokens[row] as usize, out));
+        elementwise::rows(&self.pool, out, |row, out| {
+            table.row(step.tokens[row] as usize, out);
+            if scale != 1.0 {
+                out.iter_mut().for_each(|x| *x *= scale);
+            }
+        });
         Ok(())
     }
 
@@ -179,6 +184,14 @@ impl Backend for Cpu {
     fn rms_norm_in_place(&self, x: &mut Tensor, weight: &Vec<f32>, eps: f32) -> Result<(), BackendError> {
         BackendError::check("rms_norm", "remainder of the width", 0, x.width() % weight.len())?;
         elementwise::rms_norm(self.set, &self.pool, None, weight, eps, x);
+        Ok(())
+    }
+
+    fn rms_norm_add(&self, x: &Tensor, weight: &Vec<f32>, eps: f32, acc: &mut Tensor) -> Result<(), BackendError> {
+        BackendError::check("rms_norm_add", "width of the sum", x.width(), acc.width())?;
+        BackendError::check("rms_norm_add", "rows of the sum", x.rows(), acc.rows())?;
+        BackendError::check("rms_norm_add", "remainder of the width", 0, x.width() % weight.len())?;
+        elementwise::rms_norm_add(self.set, &self.pool, x, weight, eps, acc);
         Ok(())
     }
 
@@ -287,9 +300,12 @@ impl Backend for Cpu {
     fn gate(&self, activation: Activation, gate: &mut Tensor, up: &Tensor) -> Result<(), BackendError> {
         BackendError::check("gate", "width of the factor", gate.width(), up.width())?;
         BackendError::check("gate", "rows of the factor", gate.rows(), up.rows())?;
-        match activation {
-            Activation::Silu => elementwise::silu_gate(self.set, &self.pool, gate, up),
-        }
+        elementwise::gate(self.set, &self.pool, activation, gate, up);
+        Ok(())
+    }
+
+    fn softcap(&self, cap: f32, x: &mut Tensor) -> Result<(), BackendError> {
+        elementwise::softcap(self.set, &self.pool, cap, x);
         Ok(())
     }
 

@@ -1,4 +1,8 @@
-//! Row-by-row verbs: normalization, rotation, gating.
+//! Row-by-row verbs: normalization, rotation, gating, capping.
+
+use std::cell::RefCell;
+
+use kvern_backend::Activation;
 
 use crate::isa::{Isa, Kernel, LANES};
 use crate::pool::{Disjoint, Pool};
@@ -18,6 +22,23 @@ pub fn rows(pool: &Pool, out: &mut Tensor, run: impl Fn(usize, &mut [f32]) + Syn
             run(row, unsafe { parts.part(row * width..(row + 1) * width) });
         }
     });
+}
+
+/// `acc += x / sqrt(mean(x²) + eps) * weight` over runs of `weight.len()`.
+pub fn rms_norm_add(set: KernelSet, pool: &Pool, x: &Tensor, weight: &[f32], eps: f32, acc: &mut Tensor) {
+    rows(pool, acc, |row, acc| {
+        NORMALIZED.with_borrow_mut(|normalized| {
+            normalized.clear();
+            normalized.extend_from_slice(x.row(row));
+            set.run(Normalize { out: normalized, weight, eps });
+            acc.iter_mut().zip(normalized.iter()).for_each(|(acc, x)| *acc += x);
+        });
+    });
+}
+
+thread_local! {
+    /// A row between its normalization and its addition. Grows to what a model needs and stays.
+    static NORMALIZED: RefCell<Vec<f32>> = const { RefCell::new(Vec::new()) };
 }
 
 /// `out = x / sqrt(mean(x²) + eps) * weight` over runs of `weight.len()`; in place when `x` is none.
@@ -96,38 +117,78 @@ impl Kernel for Rotate<'_> {
     }
 }
 
-/// `gate = silu(gate) * up`.
-pub fn silu_gate(set: KernelSet, pool: &Pool, gate: &mut Tensor, up: &Tensor) {
-    rows(pool, gate, |row, gate| set.run(Silu { gate, up: up.row(row) }));
+/// `gate = activation(gate) * up`.
+pub fn gate(set: KernelSet, pool: &Pool, activation: Activation, gate: &mut Tensor, up: &Tensor) {
+    rows(pool, gate, |row, gate| match activation {
+        Activation::Silu => set.run(Map { x: gate, by: up.row(row), function: Silu }),
+        Activation::GeluTanh => set.run(Map { x: gate, by: up.row(row), function: GeluTanh }),
+    });
 }
 
-struct Silu<'a> {
-    gate: &'a mut [f32],
-    up: &'a [f32],
+/// `x = cap * tanh(x / cap)`.
+pub fn softcap(set: KernelSet, pool: &Pool, cap: f32, x: &mut Tensor) {
+    rows(pool, x, |_, x| set.run(Map { x, by: &[], function: Softcap(cap) }));
 }
 
-impl Silu<'_> {
+/// A function of a value and, where there is one, of the value that stands beside it.
+trait Function: Copy {
+    fn lanes<S: Isa>(self, isa: S, x: S::F, by: S::F) -> S::F;
+}
+
+#[derive(Clone, Copy)]
+struct Silu;
+
+#[derive(Clone, Copy)]
+struct GeluTanh;
+
+#[derive(Clone, Copy)]
+struct Softcap(f32);
+
+impl Function for Silu {
     #[inline(always)]
-    fn lanes<S: Isa>(isa: S, gate: &[f32; LANES], up: &[f32; LANES]) -> S::F {
-        let x = isa.load(gate);
+    fn lanes<S: Isa>(self, isa: S, x: S::F, by: S::F) -> S::F {
         let denominator = isa.add(isa.splat(1.0), isa.exp(isa.mul(x, isa.splat(-1.0))));
-        isa.mul(isa.div(x, denominator), isa.load(up))
+        isa.mul(isa.div(x, denominator), by)
     }
 }
 
-impl Kernel for Silu<'_> {
+impl Function for GeluTanh {
+    #[inline(always)]
+    fn lanes<S: Isa>(self, isa: S, x: S::F, by: S::F) -> S::F {
+        let cube = isa.mul(isa.mul(x, x), x);
+        let inner = isa.mul(isa.fma(cube, isa.splat(0.044715), x), isa.splat(0.797_884_6));
+        let half = isa.mul(x, isa.splat(0.5));
+        isa.mul(isa.fma(half, isa.tanh(inner), half), by)
+    }
+}
+
+impl Function for Softcap {
+    #[inline(always)]
+    fn lanes<S: Isa>(self, isa: S, x: S::F, _: S::F) -> S::F {
+        isa.mul(isa.tanh(isa.mul(x, isa.splat(1.0 / self.0))), isa.splat(self.0))
+    }
+}
+
+/// `x = function(x, by)`; `by` may be empty.
+struct Map<'a, F> {
+    x: &'a mut [f32],
+    by: &'a [f32],
+    function: F,
+}
+
+impl<F: Function> Kernel for Map<'_, F> {
     #[inline(always)]
     fn run<S: Isa>(self, isa: S) {
-        let (gates, rest) = self.gate.as_chunks_mut::<LANES>();
-        let (ups, rest_ups) = self.up.as_chunks::<LANES>();
-        for (gate, up) in gates.iter_mut().zip(ups) {
-            isa.store(Self::lanes(isa, gate, up), gate);
+        let (chunks, rest) = self.x.as_chunks_mut::<LANES>();
+        let (by, by_rest) = self.by.as_chunks::<LANES>();
+        for (i, x) in chunks.iter_mut().enumerate() {
+            let by = by.get(i).map_or(isa.splat(0.0), |by| isa.load(by));
+            isa.store(self.function.lanes(isa, isa.load(x), by), x);
         }
-        let (mut gate, mut up) = ([0.0; LANES], [0.0; LANES]);
-        gate[..rest.len()].copy_from_slice(rest);
-        up[..rest.len()].copy_from_slice(rest_ups);
-        let mut out = [0.0; LANES];
-        isa.store(Self::lanes(isa, &gate, &up), &mut out);
+        let (mut x, mut by, mut out) = ([0.0; LANES], [0.0; LANES], [0.0; LANES]);
+        x[..rest.len()].copy_from_slice(rest);
+        by[..by_rest.len()].copy_from_slice(by_rest);
+        isa.store(self.function.lanes(isa, isa.load(&x), isa.load(&by)), &mut out);
         rest.copy_from_slice(&out[..rest.len()]);
     }
 }

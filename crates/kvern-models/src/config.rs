@@ -79,6 +79,11 @@ impl<'a> Fields<'a> {
         self.get(field, "true or false", Value::as_bool)
     }
 
+    /// A list of strings.
+    pub(crate) fn texts(&self, field: &str) -> Result<Option<Vec<&'a str>>, Error> {
+        self.get(field, "a list of strings", |value| value.as_array()?.iter().map(Value::as_str).collect())
+    }
+
     pub(crate) fn text(&self, field: &str) -> Result<Option<&'a str>, Error> {
         self.get(field, "a string", Value::as_str)
     }

@@ -21,6 +21,8 @@
 
 mod config;
 mod error;
+mod gemma2;
+mod gguf;
 mod llama;
 mod loader;
 pub mod rope;
@@ -121,8 +123,14 @@ impl Default for LoadOptions<'_> {
 type Build<B> = fn(&B, Checkpoint, &LoadOptions<'_>) -> Result<Box<dyn Model<B>>, Error>;
 
 /// Every `model_type` with the function that builds it. GGUF architectures have the same names.
-fn registry<B: Backend>() -> [(&'static str, Build<B>); 4] {
-    [("llama", llama::load), ("mistral", llama::load), ("qwen2", llama::load), ("qwen3", llama::load)]
+fn registry<B: Backend>() -> [(&'static str, Build<B>); 5] {
+    [
+        ("gemma2", gemma2::load),
+        ("llama", llama::load),
+        ("mistral", llama::load),
+        ("qwen2", llama::load),
+        ("qwen3", llama::load),
+    ]
 }
 
 /// The names that the registry knows.

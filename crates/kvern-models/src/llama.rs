@@ -14,14 +14,14 @@
 //! into half-split order. Where sources disagree, Hugging Face transformers decides.
 
 use kvern_backend::{Activation, Attention, Backend, Slot};
-use kvern_base::Raw;
-use kvern_state::{Codec, GroupSpec, StateSpec, Window};
+use kvern_state::{GroupSpec, StateSpec, Window};
 use kvern_weights::gguf::Metadata;
-use kvern_weights::{Checkpoint, Encoding, Source};
+use kvern_weights::{Checkpoint, Source};
 use serde_json::Value;
 
 use crate::config::{Fields, model_type};
-use crate::loader::Loader;
+use crate::gguf;
+use crate::loader::{Loader, state_codec};
 use crate::rope::{Rope, Scaling};
 use crate::{Error, Info, LoadOptions, Model};
 
@@ -85,40 +85,8 @@ impl Config {
     }
 
     fn from_gguf(name: &str, metadata: &Metadata, checkpoint: &Checkpoint) -> Result<Self, Error> {
-        // GGUF metadata says the same under other names; it becomes the JSON that the graph's own configuration would be.
+        let mut config = Self::from_json(name, &gguf::config(name, metadata)?)?;
         let int = |key: &str| metadata.int(&format!("{name}.{key}"));
-        let float = |key: &str| metadata.float(&format!("{name}.{key}"));
-        let vocab = match int("vocab_size")? {
-            Some(vocab) => Some(vocab),
-            None => metadata.strs("tokenizer.ggml.tokens")?.map(|tokens| tokens.len() as i64),
-        };
-        // llama.cpp multiplies its attention factor with the one that follows from the stretch.
-        let stretch = 1.0 + 0.1 * float("rope.scaling.factor")?.unwrap_or(1.0).max(1.0).ln();
-        let attention_factor = float("rope.scaling.attn_factor")?.map(|factor| factor * stretch);
-        let config = serde_json::json!({
-            "hidden_size": int("embedding_length")?,
-            "num_hidden_layers": int("block_count")?,
-            "intermediate_size": int("feed_forward_length")?,
-            "num_attention_heads": int("attention.head_count")?,
-            "num_key_value_heads": int("attention.head_count_kv")?,
-            "head_dim": int("attention.key_length")?,
-            "vocab_size": vocab,
-            "max_position_embeddings": int("context_length")?,
-            "rms_norm_eps": float("attention.layer_norm_rms_epsilon")?,
-            "rope_theta": float("rope.freq_base")?,
-            "rope_scaling": match metadata.str(&format!("{name}.rope.scaling.type"))? {
-                None | Some("none") => Value::Null,
-                Some(kind) => serde_json::json!({
-                    "rope_type": kind,
-                    "factor": float("rope.scaling.factor")?,
-                    "original_max_position_embeddings": int("rope.scaling.original_context_length")?,
-                    "attention_factor": attention_factor,
-                    "beta_fast": float("rope.scaling.yarn_beta_fast")?,
-                    "beta_slow": float("rope.scaling.yarn_beta_slow")?,
-                }),
-            },
-        });
-        let mut config = Self::from_json(name, &config)?;
         if let Some(dims) = int("rope.dimension_count")? {
             config.rope.dims = usize::try_from(dims).unwrap_or(0);
             config.rope = config.rope.checked(config.head_dim)?;
@@ -158,39 +126,6 @@ impl Config {
         };
         self.interleaved.then(|| (0..heads).flat_map(|head| (0..self.head_dim).map(move |i| row(head, i))).collect())
     }
-}
-
-/// The graph's name of a tensor of a GGUF file.
-fn name_from_gguf(name: &str) -> String {
-    let rest = match name.strip_prefix("blk.").and_then(|rest| rest.split_once('.')) {
-        Some((layer, part)) => return format!("model.layers.{layer}.{}", part_from_gguf(part)),
-        None => name,
-    };
-    match rest {
-        "token_embd.weight" => "model.embed_tokens.weight".into(),
-        "output_norm.weight" => "model.norm.weight".into(),
-        "output.weight" => "lm_head.weight".into(),
-        other => other.into(),
-    }
-}
-
-fn part_from_gguf(part: &str) -> String {
-    let (base, kind) = part.rsplit_once('.').unwrap_or((part, ""));
-    let base = match base {
-        "attn_norm" => "input_layernorm",
-        "ffn_norm" => "post_attention_layernorm",
-        "attn_q" => "self_attn.q_proj",
-        "attn_k" => "self_attn.k_proj",
-        "attn_v" => "self_attn.v_proj",
-        "attn_output" => "self_attn.o_proj",
-        "attn_q_norm" => "self_attn.q_norm",
-        "attn_k_norm" => "self_attn.k_norm",
-        "ffn_gate" => "mlp.gate_proj",
-        "ffn_up" => "mlp.up_proj",
-        "ffn_down" => "mlp.down_proj",
-        other => other,
-    };
-    format!("{base}.{kind}")
 }
 
 struct Layer<B: Backend> {
@@ -250,7 +185,7 @@ pub(crate) fn load<B: Backend>(
     config.check()?;
     let fingerprint = checkpoint.fingerprint();
     if matches!(checkpoint.source(), Source::Gguf(_)) {
-        checkpoint.rename(name_from_gguf)?;
+        checkpoint.rename(|name| gguf::tensor(name, &[]))?;
     }
     let mut loader = Loader::new(backend, checkpoint, options);
     if loader.checkpoint.has("rope_freqs.weight") {
@@ -260,11 +195,7 @@ pub(crate) fn load<B: Backend>(
     let (hidden, q_width, kv_width) =
         (config.hidden, config.heads * config.head_dim, config.kv_heads * config.head_dim);
     let embed = loader.take("model.embed_tokens.weight", &[config.vocab, hidden])?;
-    let stored = match embed.encoding() {
-        Encoding::Raw(Raw::F32) => Codec::F32,
-        Encoding::Raw(Raw::Bf16) => Codec::Bf16,
-        _ => Codec::F16,
-    };
+    let stored = state_codec(&embed);
     let embed = backend.linear(embed, None)?;
     let tied = config.tied.unwrap_or(!loader.checkpoint.has("lm_head.weight"));
     let head = if tied { None } else { Some(loader.linear("lm_head", [config.vocab, hidden], false, None)?) };
@@ -364,7 +295,7 @@ impl<B: Backend> Model<B> for Llama<B> {
         for tensor in [&mut w.last, &mut w.last_norm, &mut w.logits] {
             backend.resize(tensor, plan.outputs.len())?;
         }
-        backend.embed(step, &self.embed, &mut w.x)?;
+        backend.embed(step, &self.embed, 1.0, &mut w.x)?;
         backend.rope_angles(step, &self.frequencies, config.rope.attention_factor(), &mut w.angles)?;
         for (layer, &slot) in self.layers.iter().zip(&self.slots) {
             let scale = (config.head_dim as f32).sqrt().recip();

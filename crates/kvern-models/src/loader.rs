@@ -3,7 +3,9 @@
 use std::ops::ControlFlow;
 
 use kvern_backend::Backend;
-use kvern_weights::{Checkpoint, Tensor};
+use kvern_base::Raw;
+use kvern_state::Codec;
+use kvern_weights::{Checkpoint, Encoding, Tensor};
 
 use crate::{Error, LoadOptions};
 
@@ -33,7 +35,12 @@ impl<'a, B: Backend> Loader<'a, B> {
 
     /// A vector of `width` values.
     pub(crate) fn vector(&mut self, name: &str, width: usize) -> Result<B::Vector, Error> {
-        let values = self.take(name, &[width])?.to_vec();
+        self.norm(name, width, 0.0)
+    }
+
+    /// The weights of a norm, with what its graph adds to them.
+    pub(crate) fn norm(&mut self, name: &str, width: usize, offset: f32) -> Result<B::Vector, Error> {
+        let values: Vec<f32> = self.take(name, &[width])?.to_vec().into_iter().map(|weight| weight + offset).collect();
         Ok(self.backend.vector(&values)?)
     }
 
@@ -57,5 +64,14 @@ impl<'a, B: Backend> Loader<'a, B> {
             (bias, _) => bias,
         };
         Ok(self.backend.linear(weight, bias)?)
+    }
+}
+
+/// How state is stored when nobody says: in the type of the weights, as the embedding has it, and in half precision where that is quantized.
+pub(crate) fn state_codec(embed: &Tensor) -> Codec {
+    match embed.encoding() {
+        Encoding::Raw(Raw::F32) => Codec::F32,
+        Encoding::Raw(Raw::Bf16) => Codec::Bf16,
+        _ => Codec::F16,
     }
 }

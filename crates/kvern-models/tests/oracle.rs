@@ -11,7 +11,8 @@ use kvern_weights::Checkpoint;
 use safetensors::SafeTensors;
 use serde_json::Value;
 
-const CASES: [&str; 11] = [
+const CASES: [&str; 12] = [
+    "gemma2",
     "llama",
     "llama-tied",
     "llama-linear",
@@ -138,6 +139,9 @@ fn a_gguf_file_gives_the_same_bits_as_its_checkpoint() {
     let tokens: Vec<u32> = (0..70).map(|i| i * 5 % VOCAB as u32).collect();
     let from = |path: &Path| logits(&backend, open(&backend, path, None).as_mut(), &tokens, 256);
     assert!(from(&fixture("llama")) == from(&fixture("llama/model.gguf")));
+    // A GGUF file does not say by what Gemma 2 scales its scores; all published models but one scale by the head dimension.
+    let scaled = changed("gemma2", |config| config["query_pre_attn_scalar"] = 16.into());
+    assert!(from(scaled.path()) == from(&fixture("gemma2/model.gguf")));
 }
 
 #[test]
@@ -156,13 +160,19 @@ fn chunks_do_not_change_a_bit() {
     }
 }
 
-/// Loads the `llama` fixture with a changed configuration.
-fn with_config(change: impl Fn(&mut Value)) -> Error {
-    let directory = tempfile::tempdir().unwrap();
-    let mut config: Value = serde_json::from_slice(&fs::read(fixture("llama/config.json")).unwrap()).unwrap();
+/// A fixture with a changed configuration.
+fn changed(case: &str, change: impl Fn(&mut Value)) -> tempfile::TempDir {
+    let (from, directory) = (fixture(case), tempfile::tempdir().unwrap());
+    let mut config: Value = serde_json::from_slice(&fs::read(from.join("config.json")).unwrap()).unwrap();
     change(&mut config);
     fs::write(directory.path().join("config.json"), config.to_string()).unwrap();
-    fs::copy(fixture("llama/model.safetensors"), directory.path().join("model.safetensors")).unwrap();
+    fs::copy(from.join("model.safetensors"), directory.path().join("model.safetensors")).unwrap();
+    directory
+}
+
+/// Why a fixture with a changed configuration cannot be loaded.
+fn refused(case: &str, change: impl Fn(&mut Value)) -> Error {
+    let directory = changed(case, change);
     match load(&Reference::new(), Checkpoint::open(directory.path()).unwrap(), &options(None)) {
         Ok(_) => panic!("the configuration was accepted"),
         Err(error) => error,
@@ -183,13 +193,29 @@ fn configurations_that_make_no_sense_are_errors_that_name_the_field() {
         ("vocab_size", 97.into(), "tensor `model.embed_tokens.weight` should have the shape [97, 32], found [96, 32]"),
     ];
     for (field, value, expected) in cases {
-        let error = with_config(|config| config[field] = value.clone()).to_string();
+        let error = refused("llama", |config| config[field] = value.clone()).to_string();
         assert!(error.contains(expected), "{field}: {error}");
     }
-    let error = with_config(|config| config["num_hidden_layers"] = 1.into()).to_string();
+    let error = refused("llama", |config| config["num_hidden_layers"] = 1.into()).to_string();
     assert!(error.contains("belong to no part of this model"), "{error}");
-    let error = with_config(|config| config["num_hidden_layers"] = 3.into()).to_string();
+    let error = refused("llama", |config| config["num_hidden_layers"] = 3.into()).to_string();
     assert!(error.contains("`model.layers.2.") && error.contains("missing"), "{error}");
+}
+
+#[test]
+fn configurations_of_gemma2_that_make_no_sense_are_errors_too() {
+    let cases: [(&str, Value, &str); 6] = [
+        ("query_pre_attn_scalar", 0.into(), "`query_pre_attn_scalar`"),
+        ("final_logit_softcapping", (-1).into(), "`final_logit_softcapping`"),
+        ("hidden_activation", "relu".into(), "`hidden_activation`"),
+        ("layer_types", serde_json::json!(["full_attention"]), "`layer_types`"),
+        ("layer_types", serde_json::json!(["full_attention", "full_attention", "round"]), "`layer_types`"),
+        ("num_key_value_heads", 3.into(), "`num_attention_heads`"),
+    ];
+    for (field, value, expected) in cases {
+        let error = refused("gemma2", |config| config[field] = value.clone()).to_string();
+        assert!(error.contains(expected), "{field}: {error}");
+    }
 }
 
 #[test]

@@ -90,21 +90,7 @@ impl Checkpoint {
 
     fn open_directory(path: &Path) -> Result<Self, Error> {
         let config = read_json(&path.join("config.json"))?;
-        let io = |source| Error::Io { path: path.to_path_buf(), source };
-        let mut files = Vec::new();
-        for entry in fs::read_dir(path).map_err(io)? {
-            let file = entry.map_err(io)?.path();
-            if file.extension().is_some_and(|extension| extension == "safetensors") {
-                files.push(file);
-            }
-        }
-        files.sort();
-        if files.is_empty() {
-            return Err(Error::NotAModel {
-                path: path.to_path_buf(),
-                expected: "the directory has no *.safetensors file",
-            });
-        }
+        let files = weight_files(path)?;
         let (mut tensors, mut bytes) = (BTreeMap::new(), 0);
         for file in files {
             let mapping = Mapping::open(&file)?;
@@ -270,6 +256,39 @@ impl Checkpoint {
             Some(first) => Err(Error::Unused { count: 1 + unused.count(), first: first.clone() }),
         }
     }
+}
+
+/// The files of a directory that hold a model's weights: those that an index names, else `model.safetensors`, else every safetensors file. Published
+/// directories hold other ones besides, such as the same weights in another layout.
+fn weight_files(directory: &Path) -> Result<Vec<PathBuf>, Error> {
+    let index = directory.join("model.safetensors.index.json");
+    if index.is_file() {
+        let json = read_json(&index)?;
+        let names =
+            json["weight_map"].as_object().map(|map| map.values().map(Value::as_str).collect::<Option<BTreeSet<_>>>());
+        let names = names.flatten().filter(|names| {
+            // A name is that of a file beside the index.
+            names.iter().all(|name| Path::new(name).file_name().is_some_and(|file| file == *name))
+        });
+        let what = "its `weight_map` names no files of this directory".to_string();
+        let names = names.ok_or(Error::Json { path: index, what })?;
+        return Ok(names.into_iter().map(|name| directory.join(name)).collect());
+    }
+    let single = directory.join("model.safetensors");
+    if single.is_file() {
+        return Ok(vec![single]);
+    }
+    let io = |source| Error::Io { path: directory.to_path_buf(), source };
+    let mut files = Vec::new();
+    for entry in fs::read_dir(directory).map_err(io)? {
+        let file = entry.map_err(io)?.path();
+        if file.extension().is_some_and(|extension| extension == "safetensors") {
+            files.push(file);
+        }
+    }
+    files.sort();
+    let expected = "the directory has no *.safetensors file";
+    if files.is_empty() { Err(Error::NotAModel { path: directory.to_path_buf(), expected }) } else { Ok(files) }
 }
 
 fn read_json(path: &Path) -> Result<Value, Error> {

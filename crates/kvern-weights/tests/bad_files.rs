@@ -110,9 +110,19 @@ fn damaged_safetensors_are_errors() {
         bytes[..8].copy_from_slice(&header.to_le_bytes());
         assert!(matches!(open(&bytes), Err(Error::Damaged { .. })), "{header}");
     }
-    // The same tensor in two shards.
+    // Other files beside the model's are none of its weights, unless there is no telling them apart.
     fs::write(directory.path().join("other.safetensors"), &whole).unwrap();
-    assert!(open(&whole).unwrap_err().to_string().contains("also stands in another file"));
+    assert!(open(&whole).is_ok());
+    fs::rename(directory.path().join("model.safetensors"), directory.path().join("one.safetensors")).unwrap();
+    assert!(Checkpoint::open(directory.path()).unwrap_err().to_string().contains("also stands in another file"));
+    // An index says which files they are.
+    let index = directory.path().join("model.safetensors.index.json");
+    fs::write(&index, r#"{"weight_map":{"model.norm.weight":"one.safetensors"}}"#).unwrap();
+    assert!(Checkpoint::open(directory.path()).is_ok());
+    for bad in [r#"{}"#, r#"{"weight_map":{"a":1}}"#, r#"{"weight_map":{"a":"../one.safetensors"}}"#, "{"] {
+        fs::write(&index, bad).unwrap();
+        assert!(matches!(Checkpoint::open(directory.path()), Err(Error::Json { .. })), "{bad}");
+    }
 }
 
 proptest! {

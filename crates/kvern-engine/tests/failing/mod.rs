@@ -80,7 +80,9 @@ impl Backend for Failing {
         plain fn resize(&self, tensor: &mut Tensor, rows: usize) -> Result<(), Error>;
         plain fn pages(&self, spec: &StateSpec) -> Result<Pages, Error>;
         fails fn begin(&self, plan: StepPlan, pages: &mut Pages) -> Result<StepPlan, Error>;
-        plain fn embed(&self, step: &StepPlan, table: &Linear, out: &mut Tensor) -> Result<(), Error>;
+        plain fn embed(&self, step: &StepPlan, table: &Linear, scale: f32, out: &mut Tensor) -> Result<(), Error>;
+        plain fn rms_norm_add(&self, x: &Tensor, weight: &Vec<f32>, eps: f32, acc: &mut Tensor) -> Result<(), Error>;
+        plain fn softcap(&self, cap: f32, x: &mut Tensor) -> Result<(), Error>;
         plain fn rms_norm(&self, x: &Tensor, weight: &Vec<f32>, eps: f32, out: &mut Tensor) -> Result<(), Error>;
         plain fn rms_norm_in_place(&self, x: &mut Tensor, weight: &Vec<f32>, eps: f32) -> Result<(), Error>;
         plain fn project(&self, x: &Tensor, outs: &mut [(&Linear, &mut Tensor)]) -> Result<(), Error>;
