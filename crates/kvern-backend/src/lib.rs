@@ -198,11 +198,13 @@ pub fn states<'a>(verb: &'static str, segment: &'a Segment, group: usize) -> Res
     segment.states(group).ok_or(Error::Kind { verb, group, found: "no state in this step" })
 }
 
-/// The function on the gate of a gated unit.
+/// A function of single values, as on the gate of a gated unit.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Activation {
     /// `x * sigmoid(x)`.
     Silu,
+    /// `1 / (1 + e^-x)`.
+    Sigmoid,
     /// `x / 2 * (1 + tanh(sqrt(2 / pi) * (x + 0.044715 x^3)))`: the tanh form of GELU (Hendrycks and Gimpel 2016).
     GeluTanh,
 }
@@ -324,6 +326,10 @@ pub trait Backend: Send + Sync + 'static {
     ) -> Result<(), Error>;
     /// `gate = activation(gate) * up`.
     fn gate(&self, activation: Activation, gate: &mut Self::Tensor, up: &Self::Tensor) -> Result<(), Error>;
+    /// `x = activation(x)`.
+    fn activate(&self, activation: Activation, x: &mut Self::Tensor) -> Result<(), Error>;
+    /// `x = exp(-rate * log(1 + e^(x + bias)))` per channel: what is left of a recurrent state after a token.
+    fn decay(&self, rate: &Self::Vector, bias: &Self::Vector, x: &mut Self::Tensor) -> Result<(), Error>;
     /// `x = cap * tanh(x / cap)`.
     fn softcap(&self, cap: f32, x: &mut Self::Tensor) -> Result<(), Error>;
     /// `out[i] = x[outputs[i]]`: the rows whose logits the step wants.

@@ -154,6 +154,17 @@ impl Reference {
     }
 }
 
+fn activated(activation: Activation, x: f64) -> f64 {
+    match activation {
+        Activation::Silu => x / (1.0 + (-x).exp()),
+        Activation::Sigmoid => 1.0 / (1.0 + (-x).exp()),
+        Activation::GeluTanh => {
+            let inner = (2.0 / std::f64::consts::PI).sqrt() * (x + 0.044715 * x * x * x);
+            x / 2.0 * (1.0 + inner.tanh())
+        }
+    }
+}
+
 impl Backend for Reference {
     type Tensor = Tensor;
     type Linear = Linear;
@@ -456,15 +467,22 @@ impl Backend for Reference {
     fn gate(&self, activation: Activation, gate: &mut Tensor, up: &Tensor) -> Result<(), Error> {
         Error::check("gate", "values of the factor", gate.data.len(), up.data.len())?;
         for (gate, up) in gate.data.iter_mut().zip(&up.data) {
-            let x = f64::from(*gate);
-            let activated = match activation {
-                Activation::Silu => x / (1.0 + (-x).exp()),
-                Activation::GeluTanh => {
-                    let inner = (2.0 / std::f64::consts::PI).sqrt() * (x + 0.044715 * x * x * x);
-                    x / 2.0 * (1.0 + inner.tanh())
-                }
-            };
-            *gate = (activated * f64::from(*up)) as f32;
+            *gate = (activated(activation, f64::from(*gate)) * f64::from(*up)) as f32;
+        }
+        Ok(())
+    }
+
+    fn activate(&self, activation: Activation, x: &mut Tensor) -> Result<(), Error> {
+        x.data.iter_mut().for_each(|x| *x = activated(activation, f64::from(*x)) as f32);
+        Ok(())
+    }
+
+    fn decay(&self, rate: &Vec<f32>, bias: &Vec<f32>, x: &mut Tensor) -> Result<(), Error> {
+        Error::check("decay", "width of the rates", x.width, rate.len())?;
+        Error::check("decay", "width of the bias", x.width, bias.len())?;
+        for (i, x) in x.data.iter_mut().enumerate() {
+            let (rate, bias) = (f64::from(rate[i % rate.len()]), f64::from(bias[i % bias.len()]));
+            *x = (-rate * (f64::from(*x) + bias).exp().ln_1p()).exp() as f32;
         }
         Ok(())
     }

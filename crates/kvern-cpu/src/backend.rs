@@ -300,7 +300,19 @@ impl Backend for Cpu {
     fn gate(&self, activation: Activation, gate: &mut Tensor, up: &Tensor) -> Result<(), BackendError> {
         BackendError::check("gate", "width of the factor", gate.width(), up.width())?;
         BackendError::check("gate", "rows of the factor", gate.rows(), up.rows())?;
-        elementwise::gate(self.set, &self.pool, activation, gate, up);
+        elementwise::activate(self.set, &self.pool, activation, gate, Some(up));
+        Ok(())
+    }
+
+    fn activate(&self, activation: Activation, x: &mut Tensor) -> Result<(), BackendError> {
+        elementwise::activate(self.set, &self.pool, activation, x, None);
+        Ok(())
+    }
+
+    fn decay(&self, rate: &Vec<f32>, bias: &Vec<f32>, x: &mut Tensor) -> Result<(), BackendError> {
+        BackendError::check("decay", "width of the rates", x.width(), rate.len())?;
+        BackendError::check("decay", "width of the bias", x.width(), bias.len())?;
+        elementwise::decay(&self.pool, rate, bias, x);
         Ok(())
     }
 

@@ -117,26 +117,45 @@ impl Kernel for Rotate<'_> {
     }
 }
 
-/// `gate = activation(gate) * up`.
-pub fn gate(set: KernelSet, pool: &Pool, activation: Activation, gate: &mut Tensor, up: &Tensor) {
-    rows(pool, gate, |row, gate| match activation {
-        Activation::Silu => set.run(Map { x: gate, by: up.row(row), function: Silu }),
-        Activation::GeluTanh => set.run(Map { x: gate, by: up.row(row), function: GeluTanh }),
+/// `x = activation(x)`, times `by` where there is one.
+pub fn activate(set: KernelSet, pool: &Pool, activation: Activation, x: &mut Tensor, by: Option<&Tensor>) {
+    rows(pool, x, |row, x| {
+        let by = by.map(|by| by.row(row));
+        match activation {
+            Activation::Silu => set.run(Map { x, by, function: Silu }),
+            Activation::Sigmoid => set.run(Map { x, by, function: Sigmoid }),
+            Activation::GeluTanh => set.run(Map { x, by, function: GeluTanh }),
+        }
     });
 }
 
 /// `x = cap * tanh(x / cap)`.
 pub fn softcap(set: KernelSet, pool: &Pool, cap: f32, x: &mut Tensor) {
-    rows(pool, x, |_, x| set.run(Map { x, by: &[], function: Softcap(cap) }));
+    rows(pool, x, |_, x| set.run(Map { x, by: None, function: Softcap(cap) }));
 }
 
-/// A function of a value and, where there is one, of the value that stands beside it.
+/// `x = exp(-rate * log(1 + e^(x + bias)))` per channel. There is one for each head: few enough for the library's functions.
+pub fn decay(pool: &Pool, rate: &[f32], bias: &[f32], x: &mut Tensor) {
+    rows(pool, x, |_, x| {
+        for ((x, rate), bias) in x.iter_mut().zip(rate).zip(bias) {
+            let shifted = f64::from(*x) + f64::from(*bias);
+            // Past 30, the sum under the logarithm is its second term.
+            let softplus = if shifted > 30.0 { shifted } else { shifted.exp().ln_1p() };
+            *x = (-f64::from(*rate) * softplus).exp() as f32;
+        }
+    });
+}
+
+/// A function of a value.
 trait Function: Copy {
-    fn lanes<S: Isa>(self, isa: S, x: S::F, by: S::F) -> S::F;
+    fn lanes<S: Isa>(self, isa: S, x: S::F) -> S::F;
 }
 
 #[derive(Clone, Copy)]
 struct Silu;
+
+#[derive(Clone, Copy)]
+struct Sigmoid;
 
 #[derive(Clone, Copy)]
 struct GeluTanh;
@@ -144,35 +163,46 @@ struct GeluTanh;
 #[derive(Clone, Copy)]
 struct Softcap(f32);
 
+#[inline(always)]
+fn one_plus_exp_minus<S: Isa>(isa: S, x: S::F) -> S::F {
+    isa.add(isa.splat(1.0), isa.exp(isa.mul(x, isa.splat(-1.0))))
+}
+
 impl Function for Silu {
     #[inline(always)]
-    fn lanes<S: Isa>(self, isa: S, x: S::F, by: S::F) -> S::F {
-        let denominator = isa.add(isa.splat(1.0), isa.exp(isa.mul(x, isa.splat(-1.0))));
-        isa.mul(isa.div(x, denominator), by)
+    fn lanes<S: Isa>(self, isa: S, x: S::F) -> S::F {
+        isa.div(x, one_plus_exp_minus(isa, x))
+    }
+}
+
+impl Function for Sigmoid {
+    #[inline(always)]
+    fn lanes<S: Isa>(self, isa: S, x: S::F) -> S::F {
+        isa.div(isa.splat(1.0), one_plus_exp_minus(isa, x))
     }
 }
 
 impl Function for GeluTanh {
     #[inline(always)]
-    fn lanes<S: Isa>(self, isa: S, x: S::F, by: S::F) -> S::F {
+    fn lanes<S: Isa>(self, isa: S, x: S::F) -> S::F {
         let cube = isa.mul(isa.mul(x, x), x);
         let inner = isa.mul(isa.fma(cube, isa.splat(0.044715), x), isa.splat(0.797_884_6));
         let half = isa.mul(x, isa.splat(0.5));
-        isa.mul(isa.fma(half, isa.tanh(inner), half), by)
+        isa.fma(half, isa.tanh(inner), half)
     }
 }
 
 impl Function for Softcap {
     #[inline(always)]
-    fn lanes<S: Isa>(self, isa: S, x: S::F, _: S::F) -> S::F {
+    fn lanes<S: Isa>(self, isa: S, x: S::F) -> S::F {
         isa.mul(isa.tanh(isa.mul(x, isa.splat(1.0 / self.0))), isa.splat(self.0))
     }
 }
 
-/// `x = function(x, by)`; `by` may be empty.
+/// `x = function(x)`, times `by` where there is one.
 struct Map<'a, F> {
     x: &'a mut [f32],
-    by: &'a [f32],
+    by: Option<&'a [f32]>,
     function: F,
 }
 
@@ -180,15 +210,17 @@ impl<F: Function> Kernel for Map<'_, F> {
     #[inline(always)]
     fn run<S: Isa>(self, isa: S) {
         let (chunks, rest) = self.x.as_chunks_mut::<LANES>();
-        let (by, by_rest) = self.by.as_chunks::<LANES>();
+        let (by, by_rest) = self.by.map(|by| by.as_chunks::<LANES>()).unzip();
         for (i, x) in chunks.iter_mut().enumerate() {
-            let by = by.get(i).map_or(isa.splat(0.0), |by| isa.load(by));
-            isa.store(self.function.lanes(isa, isa.load(x), by), x);
+            let value = self.function.lanes(isa, isa.load(x));
+            isa.store(by.map_or(value, |by| isa.mul(value, isa.load(&by[i]))), x);
         }
-        let (mut x, mut by, mut out) = ([0.0; LANES], [0.0; LANES], [0.0; LANES]);
-        x[..rest.len()].copy_from_slice(rest);
-        by[..by_rest.len()].copy_from_slice(by_rest);
-        isa.store(self.function.lanes(isa, isa.load(&x), isa.load(&by)), &mut out);
-        rest.copy_from_slice(&out[..rest.len()]);
+        let mut out = [0.0; LANES];
+        out[..rest.len()].copy_from_slice(rest);
+        let value = self.function.lanes(isa, isa.load(&out));
+        isa.store(value, &mut out);
+        for (i, x) in rest.iter_mut().enumerate() {
+            *x = by_rest.map_or(out[i], |by| out[i] * by[i]);
+        }
     }
 }

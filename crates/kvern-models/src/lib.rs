@@ -25,6 +25,7 @@ mod gemma2;
 mod gguf;
 mod llama;
 mod loader;
+mod qwen3_5;
 pub mod rope;
 
 use std::ops::ControlFlow;
@@ -123,13 +124,14 @@ impl Default for LoadOptions<'_> {
 type Build<B> = fn(&B, Checkpoint, &LoadOptions<'_>) -> Result<Box<dyn Model<B>>, Error>;
 
 /// Every `model_type` with the function that builds it. GGUF architectures have the same names.
-fn registry<B: Backend>() -> [(&'static str, Build<B>); 5] {
+fn registry<B: Backend>() -> [(&'static str, Build<B>); 6] {
     [
         ("gemma2", gemma2::load),
         ("llama", llama::load),
         ("mistral", llama::load),
         ("qwen2", llama::load),
         ("qwen3", llama::load),
+        ("qwen3_5", qwen3_5::load),
     ]
 }
 

@@ -44,7 +44,7 @@ impl<'a, B: Backend> Loader<'a, B> {
         Ok(self.backend.vector(&values)?)
     }
 
-    /// The matrix `{name}.weight` of `outputs × inputs`, with `{name}.bias` if `bias`, its rows in the file's `order` if given.
+    /// The matrix `{name}.weight` of `outputs × inputs`, with `{name}.bias` if `bias`; of these, the rows in `order` if given.
     pub(crate) fn linear(
         &mut self,
         name: &str,

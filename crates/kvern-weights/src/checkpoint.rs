@@ -15,7 +15,7 @@ use crate::mapping::Mapping;
 use crate::mlx::{MlxParts, Part};
 use crate::quant::Affine;
 use crate::tensor::{Encoding, Tensor};
-use crate::{Error, safetensors};
+use crate::{Error, safetensors, tensor};
 
 /// What surrounds the tensors: where configuration and tokenizer come from.
 #[derive(Debug, Clone)]
@@ -152,6 +152,11 @@ impl Checkpoint {
         self.tensors.contains_key(name)
     }
 
+    /// The shape of a tensor, outermost first, as its file says.
+    pub fn shape(&self, name: &str) -> Option<&[usize]> {
+        self.tensors.get(name).map(|stored| stored.shape.as_slice())
+    }
+
     /// A tensor's element encoding as text, for reports: `Q4_1`, `bf16`, `U32`.
     pub fn encoding_name(&self, name: &str) -> Option<String> {
         self.tensors.get(name).map(|stored| match &stored.kind {
@@ -213,6 +218,7 @@ impl Checkpoint {
             range: stored.range,
             encoding,
             order: None,
+            stored_rows: tensor::rows(shape),
         })
     }
 

@@ -42,6 +42,8 @@ pub struct Tensor {
     pub(crate) encoding: Encoding,
     /// Where each row of the tensor lies in the file, when that is not its own index.
     pub(crate) order: Option<Vec<u32>>,
+    /// Rows in the file.
+    pub(crate) stored_rows: usize,
 }
 
 impl Tensor {
@@ -62,7 +64,7 @@ impl Tensor {
 
     /// The product of all dimensions but the innermost.
     pub fn rows(&self) -> usize {
-        self.shape.iter().rev().skip(1).product()
+        rows(&self.shape)
     }
 
     /// How the elements are stored.
@@ -79,13 +81,15 @@ impl Tensor {
         }
     }
 
-    /// Reads row `r` from the file's row `order[r]`; used where a format stores rows in another order than the graph's.
+    /// A matrix whose row `r` is the file's row `order[r]`; used where a format stores rows in another order than the graph's, or several matrices as
+    /// one.
     ///
     /// # Panics
-    /// When `order` is not a permutation's length: one entry per row.
+    /// When an entry of `order` is no row.
     #[must_use]
     pub fn with_row_order(mut self, order: Vec<u32>) -> Self {
-        assert_eq!(order.len(), self.rows(), "one source row per row of `{}`", self.name);
+        assert!(order.iter().all(|&row| (row as usize) < self.rows()), "the order of `{}` names no row", self.name);
+        self.shape = vec![order.len(), self.cols()];
         self.order = Some(order);
         self
     }
@@ -106,7 +110,8 @@ impl Tensor {
         }
         let mapping = Mapping::from_bytes(Path::new(name), bytes);
         let range = 0..mapping.bytes().len();
-        Ok(Self { name: name.into(), shape: shape.to_vec(), mapping, range, encoding, order: None })
+        let stored_rows = rows(shape);
+        Ok(Self { name: name.into(), shape: shape.to_vec(), mapping, range, encoding, order: None, stored_rows })
     }
 
     /// A raw vector with its elements in the order `order`; used for biases of reordered rows.
@@ -125,7 +130,7 @@ impl Tensor {
     fn row_bytes(&self, row: usize) -> &[u8] {
         let bytes = &self.mapping.bytes()[self.range.clone()];
         let source = self.order.as_ref().map_or(row, |order| order[row] as usize);
-        let stride = bytes.len() / self.rows().max(1);
+        let stride = bytes.len() / self.stored_rows.max(1);
         &bytes[source * stride..(source + 1) * stride]
     }
 
@@ -182,6 +187,11 @@ impl Drop for Tensor {
     fn drop(&mut self) {
         self.mapping.release(self.range.clone());
     }
+}
+
+/// The product of all dimensions but the innermost.
+pub(crate) fn rows(shape: &[usize]) -> usize {
+    shape.iter().rev().skip(1).product()
 }
 
 /// Decodes raw elements that may lie at any byte address.

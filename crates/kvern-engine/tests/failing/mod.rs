@@ -82,6 +82,8 @@ impl Backend for Failing {
         fails fn begin(&self, plan: StepPlan, pages: &mut Pages) -> Result<StepPlan, Error>;
         plain fn embed(&self, step: &StepPlan, table: &Linear, scale: f32, out: &mut Tensor) -> Result<(), Error>;
         plain fn rms_norm_add(&self, x: &Tensor, weight: &Vec<f32>, eps: f32, acc: &mut Tensor) -> Result<(), Error>;
+        plain fn activate(&self, activation: Activation, x: &mut Tensor) -> Result<(), Error>;
+        plain fn decay(&self, rate: &Vec<f32>, bias: &Vec<f32>, x: &mut Tensor) -> Result<(), Error>;
         plain fn softcap(&self, cap: f32, x: &mut Tensor) -> Result<(), Error>;
         plain fn rms_norm(&self, x: &Tensor, weight: &Vec<f32>, eps: f32, out: &mut Tensor) -> Result<(), Error>;
         plain fn rms_norm_in_place(&self, x: &mut Tensor, weight: &Vec<f32>, eps: f32) -> Result<(), Error>;

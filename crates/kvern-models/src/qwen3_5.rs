@@ -1,0 +1,525 @@
+//! Qwen3.5, dense: gated delta nets with a full-attention layer in every few.
+//!
+//! ```text
+//! x = embed(tokens)
+//! each layer:  x += Mixer(rms(x))
+//!              x += Down · (silu(Gate · h) * (Up · h))         with h = rms(x)
+//! logits = Head · rms(x)
+//!
+//! full attention:   O · (sigmoid(g) * attend(rope(rms(q)), rope(rms(k)), v))    with q, g, k, v = Q, G, K, V · h
+//! gated delta net:  O · (silu(z) * rms(delta(q, k, v, decay, beta)))
+//!    q, k, v = silu(conv(Q, K, V · h)), q and k of length 1 per head, q further by key_dim^-1/2
+//!    decay = exp(-e^A_log * softplus(A · h + dt_bias)), beta = sigmoid(B · h), z = Z · h
+//! ```
+//!
+//! Traps: `q_proj` holds query and gate of each head one after the other; rope turns the first part of a head only; norms multiply by `1 + weight`, but
+//! for the delta net's own; a trained checkpoint has convolutions `[channels, 1, taps]` and raw norm weights, a converted one
+//! `[channels, taps, 1]` and the sums. (The weights themselves do not tell: the mean of a trained raw one can be 0.94.) The recurrence runs in f32, token by token, in prefill and decode alike. The multi-token-prediction head (`mtp.*`) and a vision part
+//! are left out.
+
+use kvern_backend::{Activation, Attention, Backend, DeltaInputs, DeltaRule, Slot};
+use kvern_state::{GroupSpec, StateSpec};
+use kvern_weights::{Checkpoint, Source};
+use serde_json::Value;
+
+use crate::config::Fields;
+use crate::loader::{Loader, state_codec};
+use crate::rope::Rope;
+use crate::{Error, Info, LoadOptions, Model};
+
+/// The shapes of a model.
+#[derive(Debug, Clone)]
+struct Config {
+    hidden: usize,
+    layers: usize,
+    intermediate: usize,
+    vocab: usize,
+    context: usize,
+    eps: f32,
+    tied: bool,
+    /// Which layers attend.
+    attends: Vec<bool>,
+    heads: usize,
+    kv_heads: usize,
+    head_dim: usize,
+    rope: Rope,
+    /// Of a delta net: heads of keys and of values, their dimensions, and the convolution's taps.
+    key_heads: usize,
+    value_heads: usize,
+    key_dim: usize,
+    value_dim: usize,
+    taps: usize,
+}
+
+impl Config {
+    fn from_json(config: &Value) -> Result<Self, Error> {
+        let outer = Fields::new(config, "");
+        let fields = outer.object("text_config", "text_config.")?.unwrap_or(outer);
+        let wrong = |field: &str, expected, found: String| Error::Config { field: field.into(), expected, found };
+        let layers = fields.needed("num_hidden_layers")?;
+        let interval = fields.count("full_attention_interval")?.unwrap_or(4);
+        let attends = match fields.texts("layer_types")? {
+            None => (1..=layers).map(|layer| layer % interval == 0).collect(),
+            Some(kinds) if kinds.len() != layers => {
+                return Err(wrong("layer_types", "a kind for each layer", format!("{} kinds", kinds.len())));
+            }
+            Some(kinds) => kinds
+                .iter()
+                .map(|kind| match *kind {
+                    "full_attention" => Ok(true),
+                    "linear_attention" => Ok(false),
+                    other => Err(wrong("layer_types", "full_attention or linear_attention", other.into())),
+                })
+                .collect::<Result<_, _>>()?,
+        };
+        let multiple = |field: &str, heads: usize, of: usize| {
+            let found = format!("{heads} for {of}");
+            if heads.is_multiple_of(of) { Ok(()) } else { Err(wrong(field, "a multiple of the key heads", found)) }
+        };
+        let heads = fields.needed("num_attention_heads")?;
+        let kv_heads = fields.count("num_key_value_heads")?.unwrap_or(heads);
+        multiple("num_attention_heads", heads, kv_heads)?;
+        let (key_heads, value_heads) =
+            (fields.needed("linear_num_key_heads")?, fields.needed("linear_num_value_heads")?);
+        multiple("linear_num_value_heads", value_heads, key_heads)?;
+        if fields.flag("attn_output_gate")? == Some(false) {
+            return Err(wrong("attn_output_gate", "true", "false".into()));
+        }
+        let head_dim = fields.count("head_dim")?.unwrap_or(256);
+        let context = fields.count("max_position_embeddings")?.unwrap_or(32_768);
+        let tied = fields.flag("tie_word_embeddings")?.or(outer.flag("tie_word_embeddings")?).unwrap_or(false);
+        Ok(Self {
+            hidden: fields.needed("hidden_size")?,
+            layers,
+            intermediate: fields.needed("intermediate_size")?,
+            vocab: fields.needed("vocab_size")?,
+            context,
+            eps: fields.float("rms_norm_eps")?.unwrap_or(1e-6) as f32,
+            tied,
+            attends,
+            heads,
+            kv_heads,
+            head_dim,
+            rope: Rope::from_config(fields, head_dim, context)?,
+            key_heads,
+            value_heads,
+            key_dim: fields.needed("linear_key_head_dim")?,
+            value_dim: fields.needed("linear_value_head_dim")?,
+            taps: fields.count("linear_conv_kernel_dim")?.unwrap_or(4),
+        })
+    }
+
+    /// Widths of the queries or keys and of the values of a delta net.
+    fn delta_widths(&self) -> [usize; 2] {
+        [self.key_heads * self.key_dim, self.value_heads * self.value_dim]
+    }
+
+    /// What a layer's row remembers.
+    fn state(
+        &self,
+        index: usize,
+        kv: impl Fn(&dyn Fn((kvern_state::Codec, kvern_state::Codec)) -> GroupSpec) -> GroupSpec,
+    ) -> GroupSpec {
+        if self.attends[index] {
+            return kv(&|codecs| GroupSpec::attention(1, self.kv_heads, self.head_dim, self.head_dim, codecs));
+        }
+        let [keys, values] = self.delta_widths();
+        let tail = self.taps - 1;
+        let state = self.value_heads * self.key_dim * self.value_dim;
+        // The planes that `Delta` names.
+        let parts = [("q tail", tail * keys), ("k tail", tail * keys), ("v tail", tail * values), ("state", state)];
+        GroupSpec::recurrent(1, &parts)
+    }
+}
+
+struct Full<B: Backend> {
+    q: B::Linear,
+    gate: B::Linear,
+    k: B::Linear,
+    v: B::Linear,
+    o: B::Linear,
+    q_norm: B::Vector,
+    k_norm: B::Vector,
+}
+
+struct Delta<B: Backend> {
+    /// Projections and kernels of queries, keys and values, in the order of their planes.
+    inputs: [(B::Linear, B::Vector); 3],
+    z: B::Linear,
+    a: B::Linear,
+    b: B::Linear,
+    /// `e^A_log`.
+    rate: B::Vector,
+    bias: B::Vector,
+    norm: B::Vector,
+    o: B::Linear,
+}
+
+/// The plane of the recurrence.
+const STATE: usize = 3;
+
+enum Mixer<B: Backend> {
+    Full(Full<B>),
+    Delta(Delta<B>),
+}
+
+struct Layer<B: Backend> {
+    slot: Slot,
+    input_norm: B::Vector,
+    mixer: Mixer<B>,
+    post_norm: B::Vector,
+    gate: B::Linear,
+    up: B::Linear,
+    down: B::Linear,
+}
+
+/// Activations of a step: `[tokens, …]`, the last three `[outputs, …]`.
+struct Workspace<B: Backend> {
+    x: B::Tensor,
+    h: B::Tensor,
+    angles: B::Tensor,
+    /// Of full attention.
+    q: B::Tensor,
+    k: B::Tensor,
+    v: B::Tensor,
+    q_gate: B::Tensor,
+    attended: B::Tensor,
+    /// Of a delta net: queries, keys and values before and after the convolution.
+    raw: [B::Tensor; 3],
+    convolved: [B::Tensor; 3],
+    z: B::Tensor,
+    decay: B::Tensor,
+    beta: B::Tensor,
+    read: B::Tensor,
+    gate: B::Tensor,
+    up: B::Tensor,
+    last: B::Tensor,
+    last_norm: B::Tensor,
+    logits: B::Tensor,
+}
+
+struct Qwen35<B: Backend> {
+    config: Config,
+    info: Info,
+    embed: B::Linear,
+    head: Option<B::Linear>,
+    norm: B::Vector,
+    layers: Vec<Layer<B>>,
+    frequencies: B::Vector,
+    /// Weights that bring queries and keys of a delta net to their length: `key_dim^-1` and `key_dim^-1/2`.
+    lengths: [B::Vector; 2],
+    workspace: Workspace<B>,
+}
+
+/// Rows `first..first + count` of a matrix that holds several.
+fn rows(first: usize, count: usize) -> Option<Vec<u32>> {
+    Some((first as u32..(first + count) as u32).collect())
+}
+
+fn load_full<B: Backend>(
+    loader: &mut Loader<'_, B>,
+    config: &Config,
+    name: &str,
+    offset: f32,
+) -> Result<Full<B>, Error> {
+    let Config { hidden, heads, kv_heads, head_dim: dim, .. } = *config;
+    // Each head has its query first and its gate after it.
+    let part = |second: usize| {
+        let row = |head: usize| (2 * head + second) * dim..(2 * head + second + 1) * dim;
+        Some((0..heads).flat_map(row).map(|row| row as u32).collect())
+    };
+    let both = [2 * heads * dim, hidden];
+    Ok(Full {
+        q: loader.linear(&format!("{name}.q_proj"), both, false, part(0))?,
+        gate: loader.linear(&format!("{name}.q_proj"), both, false, part(1))?,
+        k: loader.linear(&format!("{name}.k_proj"), [kv_heads * dim, hidden], false, None)?,
+        v: loader.linear(&format!("{name}.v_proj"), [kv_heads * dim, hidden], false, None)?,
+        o: loader.linear(&format!("{name}.o_proj"), [hidden, heads * dim], false, None)?,
+        q_norm: loader.norm(&format!("{name}.q_norm.weight"), dim, offset)?,
+        k_norm: loader.norm(&format!("{name}.k_norm.weight"), dim, offset)?,
+    })
+}
+
+fn load_delta<B: Backend>(loader: &mut Loader<'_, B>, config: &Config, name: &str) -> Result<Delta<B>, Error> {
+    let Config { hidden, value_heads, taps, .. } = *config;
+    let [keys, values] = config.delta_widths();
+    let channels = 2 * keys + values;
+    let conv = format!("{name}.conv1d.weight");
+    // A converter moves the axis of taps; the elements stay where they are.
+    let converted = is_converted(&loader.checkpoint, name);
+    let kernel = loader.take(&conv, &if converted { [channels, taps, 1] } else { [channels, 1, taps] })?.to_vec();
+    let backend = loader.backend;
+    let mut input = |first: usize, width: usize| -> Result<(B::Linear, B::Vector), Error> {
+        let taps_first = (0..taps).flat_map(|tap| (first..first + width).map(move |channel| channel * taps + tap));
+        let kernel = backend.vector(&taps_first.map(|at| kernel[at]).collect::<Vec<f32>>())?;
+        Ok((loader.linear(&format!("{name}.in_proj_qkv"), [channels, hidden], false, rows(first, width))?, kernel))
+    };
+    let inputs = [input(0, keys)?, input(keys, keys)?, input(2 * keys, values)?];
+    let rate = loader.take(&format!("{name}.A_log"), &[value_heads])?.to_vec();
+    let rate: Vec<f32> = rate.into_iter().map(|log| f64::from(log).exp() as f32).collect();
+    Ok(Delta {
+        inputs,
+        z: loader.linear(&format!("{name}.in_proj_z"), [values, hidden], false, None)?,
+        a: loader.linear(&format!("{name}.in_proj_a"), [value_heads, hidden], false, None)?,
+        b: loader.linear(&format!("{name}.in_proj_b"), [value_heads, hidden], false, None)?,
+        rate: backend.vector(&rate)?,
+        bias: loader.vector(&format!("{name}.dt_bias"), value_heads)?,
+        norm: loader.vector(&format!("{name}.norm.weight"), config.value_dim)?,
+        o: loader.linear(&format!("{name}.out_proj"), [hidden, values], false, None)?,
+    })
+}
+
+/// Whether a delta net's tensors went through a converter.
+fn is_converted(checkpoint: &Checkpoint, name: &str) -> bool {
+    checkpoint.shape(&format!("{name}.conv1d.weight")).is_some_and(|shape| shape.last() == Some(&1))
+}
+
+/// Loads the model.
+pub(crate) fn load<B: Backend>(
+    backend: &B,
+    mut checkpoint: Checkpoint,
+    options: &LoadOptions<'_>,
+) -> Result<Box<dyn Model<B>>, Error> {
+    let config = match checkpoint.source() {
+        Source::Directory { config, .. } => Config::from_json(config)?,
+        Source::Gguf(_) => {
+            let (field, found) = ("general.architecture".into(), "qwen3_5 in a GGUF file".into());
+            return Err(Error::Config { field, expected: "a directory in Hugging Face layout", found });
+        }
+    };
+    let fingerprint = checkpoint.fingerprint();
+    // Multimodal checkpoints name the text model one level deeper.
+    checkpoint.rename(|name| {
+        name.replacen("model.language_model.", "model.", 1).replacen("language_model.model.", "model.", 1)
+    })?;
+    let others: Vec<String> = checkpoint.names().filter(|name| is_left_out(name)).map(String::from).collect();
+    others.iter().for_each(|name| checkpoint.ignore(name));
+    let mut loader = Loader::new(backend, checkpoint, options);
+    let Config { hidden, intermediate: ffn, .. } = config;
+    let delta = config.attends.iter().position(|attends| !attends);
+    let converted =
+        delta.is_some_and(|index| is_converted(&loader.checkpoint, &format!("model.layers.{index}.linear_attn")));
+    // What the norms' weights lack.
+    let offset = if converted { 0.0 } else { 1.0 };
+    let embed = loader.take("model.embed_tokens.weight", &[config.vocab, hidden])?;
+    let own = state_codec(&embed);
+    let embed = backend.linear(embed, None)?;
+    let head = if config.tied {
+        loader.checkpoint.ignore("lm_head.weight");
+        None
+    } else {
+        Some(loader.linear("lm_head", [config.vocab, hidden], false, None)?)
+    };
+    let states =
+        (0..config.layers).map(|index| config.state(index, |group| options.kv.apply(index, config.layers, own, group)));
+    let (spec, slots) = StateSpec::from_layers(options.page, states.collect())?;
+    let mut layers = Vec::with_capacity(config.layers);
+    for (index, &slot) in slots.iter().enumerate() {
+        let name = |part: &str| format!("model.layers.{index}.{part}");
+        let mixer = if config.attends[index] {
+            Mixer::Full(load_full(&mut loader, &config, &name("self_attn"), offset)?)
+        } else {
+            Mixer::Delta(load_delta(&mut loader, &config, &name("linear_attn"))?)
+        };
+        layers.push(Layer {
+            slot,
+            input_norm: loader.norm(&name("input_layernorm.weight"), hidden, offset)?,
+            mixer,
+            post_norm: loader.norm(&name("post_attention_layernorm.weight"), hidden, offset)?,
+            gate: loader.linear(&name("mlp.gate_proj"), [ffn, hidden], false, None)?,
+            up: loader.linear(&name("mlp.up_proj"), [ffn, hidden], false, None)?,
+            down: loader.linear(&name("mlp.down_proj"), [hidden, ffn], false, None)?,
+        });
+    }
+    let norm = loader.norm("model.norm.weight", hidden, offset)?;
+    loader.checkpoint.finish()?;
+    let layer_bytes: usize = layers.iter().flat_map(Layer::linears).map(|linear| backend.linear_bytes(linear)).sum();
+    let embed_bytes = backend.linear_bytes(&embed);
+    let head_bytes = head.as_ref().map_or(0, |head| backend.linear_bytes(head));
+    let [keys, values] = config.delta_widths();
+    let (q_width, kv_width) = (config.heads * config.head_dim, config.kv_heads * config.head_dim);
+    let mixer_parameters = |&attends: &bool| match attends {
+        true => hidden * (3 * q_width + 2 * kv_width),
+        false => hidden * (2 * keys + 3 * values + 2 * config.value_heads),
+    };
+    let info = Info {
+        architecture: "qwen3_5".into(),
+        layers: config.layers,
+        hidden,
+        heads: config.heads,
+        vocab: config.vocab,
+        context: config.context,
+        spec,
+        fingerprint,
+        weight_bytes: layer_bytes + embed_bytes + head_bytes,
+        step_weight_bytes: layer_bytes + if head.is_some() { head_bytes } else { embed_bytes },
+        layer_parameters: config.attends.iter().map(mixer_parameters).sum::<usize>() + config.layers * 3 * hidden * ffn,
+    };
+    let tokens = |width| backend.tensor(options.max_tokens, width);
+    let outputs = |width| backend.tensor(options.max_outputs.min(options.max_tokens), width);
+    let workspace = Workspace {
+        x: tokens(hidden)?,
+        h: tokens(hidden)?,
+        angles: tokens(config.rope.dims)?,
+        q: tokens(q_width)?,
+        k: tokens(kv_width)?,
+        v: tokens(kv_width)?,
+        q_gate: tokens(q_width)?,
+        attended: tokens(q_width)?,
+        raw: [tokens(keys)?, tokens(keys)?, tokens(values)?],
+        convolved: [tokens(keys)?, tokens(keys)?, tokens(values)?],
+        z: tokens(values)?,
+        decay: tokens(config.value_heads)?,
+        beta: tokens(config.value_heads)?,
+        read: tokens(values)?,
+        gate: tokens(ffn)?,
+        up: tokens(ffn)?,
+        last: outputs(hidden)?,
+        last_norm: outputs(hidden)?,
+        logits: outputs(config.vocab)?,
+    };
+    let frequencies = backend.vector(&config.rope.frequencies())?;
+    let dim = config.key_dim as f32;
+    let lengths =
+        [backend.vector(&vec![1.0 / dim; config.key_dim])?, backend.vector(&vec![dim.sqrt().recip(); config.key_dim])?];
+    Ok(Box::new(Qwen35 { config, info, embed, head, norm, layers, frequencies, lengths, workspace }))
+}
+
+/// Parts of a checkpoint that this graph does not run.
+fn is_left_out(name: &str) -> bool {
+    ["mtp.", "model.visual.", "visual.", "vision_tower."].iter().any(|prefix| name.starts_with(prefix))
+}
+
+impl<B: Backend> Layer<B> {
+    fn linears(&self) -> Vec<&B::Linear> {
+        let mut all = vec![&self.gate, &self.up, &self.down];
+        match &self.mixer {
+            Mixer::Full(full) => all.extend([&full.q, &full.gate, &full.k, &full.v, &full.o]),
+            Mixer::Delta(delta) => {
+                all.extend([&delta.z, &delta.a, &delta.b, &delta.o]);
+                all.extend(delta.inputs.iter().map(|(linear, _)| linear));
+            }
+        }
+        all
+    }
+}
+
+impl<B: Backend> Full<B> {
+    /// `x += O · (sigmoid(g) * attend(q, k, v))` of `h`.
+    fn run(
+        &self,
+        backend: &B,
+        step: &B::Step,
+        pages: &mut B::Pages,
+        slot: Slot,
+        config: &Config,
+        w: &mut Workspace<B>,
+    ) -> Result<(), Error> {
+        let scale = (config.head_dim as f32).sqrt().recip();
+        backend.project(
+            &w.h,
+            &mut [(&self.q, &mut w.q), (&self.gate, &mut w.q_gate), (&self.k, &mut w.k), (&self.v, &mut w.v)],
+        )?;
+        backend.rms_norm_in_place(&mut w.q, &self.q_norm, config.eps)?;
+        backend.rms_norm_in_place(&mut w.k, &self.k_norm, config.eps)?;
+        backend.rope(&mut w.q, &w.angles, config.head_dim)?;
+        backend.rope(&mut w.k, &w.angles, config.head_dim)?;
+        backend.append(step, pages, slot, &[&w.k, &w.v])?;
+        let attention = Attention { slot, heads: config.heads, scale, softcap: None };
+        backend.attend(step, pages, attention, None, &w.q, &mut w.attended)?;
+        backend.gate(Activation::Sigmoid, &mut w.q_gate, &w.attended)?;
+        Ok(backend.project_add(&w.q_gate, &self.o, &mut w.x)?)
+    }
+}
+
+impl<B: Backend> Delta<B> {
+    /// `x += O · (silu(z) * rms(delta(…)))` of `h`.
+    fn run(
+        &self,
+        backend: &B,
+        step: &B::Step,
+        pages: &mut B::Pages,
+        slot: Slot,
+        (config, lengths): (&Config, &[B::Vector; 2]),
+        w: &mut Workspace<B>,
+    ) -> Result<(), Error> {
+        let [(q, _), (k, _), (v, _)] = &self.inputs;
+        let [raw_q, raw_k, raw_v] = &mut w.raw;
+        backend.project(
+            &w.h,
+            &mut [
+                (q, raw_q),
+                (k, raw_k),
+                (v, raw_v),
+                (&self.z, &mut w.z),
+                (&self.a, &mut w.decay),
+                (&self.b, &mut w.beta),
+            ],
+        )?;
+        for (plane, ((_, kernel), (raw, convolved))) in
+            self.inputs.iter().zip(w.raw.iter().zip(&mut w.convolved)).enumerate()
+        {
+            backend.convolve(step, pages, (slot, plane), kernel, raw, convolved)?;
+            backend.activate(Activation::Silu, convolved)?;
+        }
+        backend.decay(&self.rate, &self.bias, &mut w.decay)?;
+        backend.activate(Activation::Sigmoid, &mut w.beta)?;
+        let [q, k, v] = &mut w.convolved;
+        // x / sqrt(sum x² + 1e-6), as a norm over the mean.
+        let eps = 1e-6 / config.key_dim as f32;
+        backend.rms_norm_in_place(q, &lengths[0], eps)?;
+        backend.rms_norm_in_place(k, &lengths[1], eps)?;
+        let Config { key_heads, value_heads: heads, key_dim, value_dim, .. } = *config;
+        let rule = DeltaRule { slot, plane: STATE, heads, key_heads, key_dim, value_dim };
+        let inputs = DeltaInputs { q, k, v, decay: &w.decay, beta: &w.beta };
+        backend.delta_rule(step, pages, rule, inputs, &mut w.read)?;
+        backend.rms_norm_in_place(&mut w.read, &self.norm, config.eps)?;
+        backend.gate(Activation::Silu, &mut w.z, &w.read)?;
+        Ok(backend.project_add(&w.z, &self.o, &mut w.x)?)
+    }
+}
+
+impl<B: Backend> Workspace<B> {
+    fn resize(&mut self, backend: &B, tokens: usize, outputs: usize) -> Result<(), Error> {
+        let own = [&mut self.x, &mut self.h, &mut self.angles, &mut self.q, &mut self.k, &mut self.v, &mut self.q_gate];
+        let more = [&mut self.attended, &mut self.z, &mut self.decay, &mut self.beta, &mut self.read, &mut self.gate];
+        let convolved = self.raw.iter_mut().chain(&mut self.convolved);
+        for tensor in own.into_iter().chain(more).chain(convolved).chain([&mut self.up]) {
+            backend.resize(tensor, tokens)?;
+        }
+        for tensor in [&mut self.last, &mut self.last_norm, &mut self.logits] {
+            backend.resize(tensor, outputs)?;
+        }
+        Ok(())
+    }
+}
+
+impl<B: Backend> Model<B> for Qwen35<B> {
+    fn info(&self) -> &Info {
+        &self.info
+    }
+
+    fn forward(&mut self, backend: &B, step: &B::Step, pages: &mut B::Pages) -> Result<&B::Tensor, Error> {
+        let Self { config, workspace: w, .. } = self;
+        let plan = backend.plan(step);
+        w.resize(backend, plan.tokens.len(), plan.outputs.len())?;
+        backend.embed(step, &self.embed, 1.0, &mut w.x)?;
+        backend.rope_angles(step, &self.frequencies, config.rope.attention_factor(), &mut w.angles)?;
+        for layer in &self.layers {
+            backend.rms_norm(&w.x, &layer.input_norm, config.eps, &mut w.h)?;
+            match &layer.mixer {
+                Mixer::Full(full) => full.run(backend, step, pages, layer.slot, config, w)?,
+                Mixer::Delta(delta) => delta.run(backend, step, pages, layer.slot, (config, &self.lengths), w)?,
+            }
+            backend.rms_norm(&w.x, &layer.post_norm, config.eps, &mut w.h)?;
+            backend.project(&w.h, &mut [(&layer.gate, &mut w.gate), (&layer.up, &mut w.up)])?;
+            backend.gate(Activation::Silu, &mut w.gate, &w.up)?;
+            backend.project_add(&w.gate, &layer.down, &mut w.x)?;
+        }
+        backend.outputs(step, &w.x, &mut w.last)?;
+        backend.rms_norm(&w.last, &self.norm, config.eps, &mut w.last_norm)?;
+        let head = self.head.as_ref().unwrap_or(&self.embed);
+        backend.project(&w.last_norm, &mut [(head, &mut w.logits)])?;
+        Ok(&w.logits)
+    }
+}
