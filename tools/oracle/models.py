@@ -1,7 +1,8 @@
 """Small random checkpoints in the hub's layout, with logits and greedy tokens by mlx-lm in float32.
 
 Weights are stored in float16, which float32 holds exactly. mlx-lm reads `rope_theta` and `rope_scaling`; a checkpoint with the newer
-`rope_parameters` is run by mlx-lm under the older names. mlx-lm has no windows for these models; Hugging Face transformers computes those with one.
+`rope_parameters` is run by mlx-lm under the older names. mlx-lm has no windows for these models; Hugging Face transformers computes
+those with one, and Qwen3.5.
 """
 
 import json
@@ -53,6 +54,13 @@ CASES = {
         "model_type": "gemma2", "num_hidden_layers": 3, "sliding_window": 37, "query_pre_attn_scalar": 20, "tie_word_embeddings": True,
         "attn_logit_softcapping": 4.0, "final_logit_softcapping": 6.0, "hidden_activation": "gelu_pytorch_tanh", "rms_norm_eps": 1e-6,
     },
+    # Three delta nets for each full attention; more value than key heads, and dimensions that differ.
+    "qwen3_5": {
+        "model_type": "qwen3_5", "num_hidden_layers": 4, "full_attention_interval": 4, "tie_word_embeddings": True, "rms_norm_eps": 1e-6,
+        "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 16,
+        "linear_conv_kernel_dim": 4,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 500.0, "partial_rotary_factor": 0.25, "mrope_section": [1, 1, 0]},
+    },
 }
 LENGTHS = [24, 200]
 
@@ -69,8 +77,33 @@ def weights(config: dict, seed: int) -> dict:
             out[f"{name}.bias"] = random.normal(0, 0.5, rows)
 
     def norm(name, width):
-        # Gemma multiplies by 1 + weight.
-        out[f"{name}.weight"] = random.normal(0, 0.2, width) + (config["model_type"] != "gemma2")
+        # Gemma and Qwen3.5 multiply by 1 + weight.
+        out[f"{name}.weight"] = random.normal(0, 0.2, width) + (config["model_type"] not in ("gemma2", "qwen3_5"))
+
+    def attention(name):
+        # Qwen3.5 has a gate beside each query.
+        matrix(f"{name}.q_proj", heads * dim * (1 + (config["model_type"] == "qwen3_5")), hidden, qkv_bias)
+        matrix(f"{name}.k_proj", kv * dim, hidden, qkv_bias)
+        matrix(f"{name}.v_proj", kv * dim, hidden, qkv_bias)
+        matrix(f"{name}.o_proj", hidden, heads * dim, config.get("attention_bias", False))
+        if config["model_type"] in ("qwen3", "qwen3_5"):
+            norm(f"{name}.q_norm", dim)
+            norm(f"{name}.k_norm", dim)
+
+    def delta_net(name):
+        keys = config["linear_num_key_heads"] * config["linear_key_head_dim"]
+        values = config["linear_num_value_heads"] * config["linear_value_head_dim"]
+        value_heads, taps = config["linear_num_value_heads"], config["linear_conv_kernel_dim"]
+        matrix(f"{name}.in_proj_qkv", 2 * keys + values, hidden)
+        matrix(f"{name}.in_proj_z", values, hidden)
+        matrix(f"{name}.in_proj_a", value_heads, hidden)
+        matrix(f"{name}.in_proj_b", value_heads, hidden)
+        matrix(f"{name}.out_proj", hidden, values)
+        out[f"{name}.conv1d.weight"] = random.normal(0, 0.5, (2 * keys + values, 1, taps))
+        # From states that forget within a few tokens to states that keep hundreds.
+        out[f"{name}.A_log"] = np.log(random.uniform(0.002, 1, value_heads))
+        out[f"{name}.dt_bias"] = random.normal(0, 0.5, value_heads)
+        out[f"{name}.norm.weight"] = 1 + random.normal(0, 0.2, config["linear_value_head_dim"])
 
     qkv_bias = config.get("attention_bias", False) or config["model_type"] == "qwen2"
     matrix("model.embed_tokens", vocab, hidden)
@@ -85,15 +118,14 @@ def weights(config: dict, seed: int) -> dict:
         if config["model_type"] == "gemma2":
             norm(f"{layer}.pre_feedforward_layernorm", hidden)
             norm(f"{layer}.post_feedforward_layernorm", hidden)
-        matrix(f"{layer}.self_attn.q_proj", heads * dim, hidden, qkv_bias)
-        matrix(f"{layer}.self_attn.k_proj", kv * dim, hidden, qkv_bias)
-        matrix(f"{layer}.self_attn.v_proj", kv * dim, hidden, qkv_bias)
-        matrix(f"{layer}.self_attn.o_proj", hidden, heads * dim, config.get("attention_bias", False))
-        if config["model_type"] == "qwen3":
-            norm(f"{layer}.self_attn.q_norm", dim)
-            norm(f"{layer}.self_attn.k_norm", dim)
+        if config["model_type"] == "qwen3_5" and (i + 1) % config["full_attention_interval"]:
+            delta_net(f"{layer}.linear_attn")
+        else:
+            attention(f"{layer}.self_attn")
         for name, rows, cols in [("gate_proj", ffn, hidden), ("up_proj", ffn, hidden), ("down_proj", hidden, ffn)]:
             matrix(f"{layer}.mlp.{name}", rows, cols, config.get("mlp_bias", False))
+    if config["model_type"] == "qwen3_5":
+        out = {name.replace("model.", "model.language_model.", 1): value for name, value in out.items()}
     return {name: value.astype(np.float16) for name, value in out.items()}
 
 
@@ -103,12 +135,31 @@ def by_mlx(path, config: dict):
     return lambda row: np.array(model(mx.array([row])))[0]
 
 
-def by_transformers(path):
+def qwen3_5_text(path, config: dict):
+    """The text part of a multimodal layout, without the other parts."""
+    import torch
+    from safetensors.torch import load_file
+    from transformers import Qwen3_5ForCausalLM, Qwen3_5TextConfig
+
+    config = Qwen3_5TextConfig(**{key: value for key, value in config.items() if key != "model_type"})
+    config._attn_implementation = "eager"
+    model = Qwen3_5ForCausalLM(config).to(torch.float32).eval()
+    weights = {name.replace("language_model.", ""): value.float() for name, value in load_file(path / "model.safetensors").items()}
+    missing, unexpected = model.load_state_dict(weights, strict=False)
+    assert missing in ([], ["lm_head.weight"]) and not unexpected, (missing, unexpected)
+    model.tie_weights()
+    return model
+
+
+def by_transformers(path, config: dict):
     import torch
     from transformers import AutoModelForCausalLM
 
-    # The plain implementation of attention, whose mask has the window in it.
-    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager")
+    if config["model_type"] == "qwen3_5":
+        model = qwen3_5_text(path, config)
+    else:
+        # The plain implementation of attention, whose mask has the window in it.
+        model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager")
 
     def logits(row):
         with torch.no_grad():
@@ -118,7 +169,8 @@ def by_transformers(path):
 
 
 def goldens(path, config: dict) -> None:
-    model = by_transformers(path) if config.get("sliding_window") else by_mlx(path, config)
+    transformers = config.get("sliding_window") or config["model_type"] == "qwen3_5"
+    model = by_transformers(path, config) if transformers else by_mlx(path, config)
     tensors, tokens = {}, {}
     for length in LENGTHS:
         prompt = [(7 * i * i + 3 * i + 1) % config["vocab_size"] for i in range(length)]
@@ -213,7 +265,8 @@ def main() -> None:
         path.mkdir(parents=True, exist_ok=True)
         tensors = weights(config, seed)
         save_file(tensors, path / "model.safetensors")
-        write_json(path / "config.json", config)
+        nested = {"model_type": name, "text_config": config | {"model_type": "qwen3_5_text"}}
+        write_json(path / "config.json", nested if name == "qwen3_5" else config)
         if name == "llama-mlx":
             write_json(path / "config.json", config)
             quantize(path, config, 6)

@@ -11,8 +11,8 @@ use kvern_models::{KvPolicy, LoadOptions, load};
 use kvern_state::{Batch, Codec, Demand, Identity, Limits, Pool, Tier};
 use kvern_weights::Checkpoint;
 
-/// Full attention, windows of two pages and a bit in all layers, and both, with capped scores and without.
-const MODELS: [&str; 6] = ["llama", "qwen2", "qwen3", "mistral-window", "qwen2-window", "gemma2"];
+/// Full attention, windows of two pages and a bit in all layers, both, with capped scores, and recurrent layers.
+const MODELS: [&str; 7] = ["llama", "qwen2", "qwen3", "mistral-window", "qwen2-window", "gemma2", "qwen3_5"];
 
 fn fixture(name: &str) -> PathBuf {
     PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("../../tests/fixtures/models").join(name)

@@ -11,7 +11,7 @@ use kvern_weights::Checkpoint;
 use safetensors::SafeTensors;
 use serde_json::Value;
 
-const CASES: [&str; 12] = [
+const CASES: [&str; 13] = [
     "gemma2",
     "llama",
     "llama-tied",
@@ -24,6 +24,7 @@ const CASES: [&str; 12] = [
     "qwen2",
     "qwen2-window",
     "qwen3",
+    "qwen3_5",
 ];
 const LENGTHS: [&str; 2] = ["24", "200"];
 const VOCAB: usize = 96;
