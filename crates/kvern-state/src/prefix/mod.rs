@@ -247,7 +247,7 @@ impl PrefixIndex {
         }
     }
 
-    /// Whether an entry can stand for its first `len` tokens, which are not all of it unless it says so.
+    /// Whether some copy of an entry can stand for its first `len` tokens.
     fn can_stand(&self, entry: &Entry, len: usize) -> bool {
         let image = entry.host.as_ref().or(entry.leaving.as_ref());
         // What a file holds is read when it is chosen; until then only that much is known.
