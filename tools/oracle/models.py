@@ -125,6 +125,12 @@ def weights(config: dict, seed: int) -> dict:
         for name, rows, cols in [("gate_proj", ffn, hidden), ("up_proj", ffn, hidden), ("down_proj", hidden, ffn)]:
             matrix(f"{layer}.mlp.{name}", rows, cols, config.get("mlp_bias", False))
     if config["model_type"] == "qwen3_5":
+        matrix("mtp.fc", hidden, 2 * hidden)
+        for name in ["pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm", "layers.0.input_layernorm", "layers.0.post_attention_layernorm"]:
+            norm(f"mtp.{name}", hidden)
+        attention("mtp.layers.0.self_attn")
+        for name, rows, cols in [("gate_proj", ffn, hidden), ("up_proj", ffn, hidden), ("down_proj", hidden, ffn)]:
+            matrix(f"mtp.layers.0.mlp.{name}", rows, cols)
         out = {name.replace("model.", "model.language_model.", 1): value for name, value in out.items()}
     return {name: value.astype(np.float16) for name, value in out.items()}
 
@@ -135,20 +141,63 @@ def by_mlx(path, config: dict):
     return lambda row: np.array(model(mx.array([row])))[0]
 
 
-def qwen3_5_text(path, config: dict):
-    """The text part of a multimodal layout, without the other parts."""
+def qwen3_5_model(weights: dict, config: dict):
     import torch
-    from safetensors.torch import load_file
     from transformers import Qwen3_5ForCausalLM, Qwen3_5TextConfig
 
     config = Qwen3_5TextConfig(**{key: value for key, value in config.items() if key != "model_type"})
     config._attn_implementation = "eager"
     model = Qwen3_5ForCausalLM(config).to(torch.float32).eval()
-    weights = {name.replace("language_model.", ""): value.float() for name, value in load_file(path / "model.safetensors").items()}
     missing, unexpected = model.load_state_dict(weights, strict=False)
     assert missing in ([], ["lm_head.weight"]) and not unexpected, (missing, unexpected)
     model.tie_weights()
     return model
+
+
+def qwen3_5_text(path, config: dict):
+    """The text part of a multimodal layout, without the other parts."""
+    from safetensors.torch import load_file
+
+    weights = {name.replace("language_model.", ""): value.float() for name, value in load_file(path / "model.safetensors").items()}
+    return qwen3_5_model({name: value for name, value in weights.items() if not name.startswith("mtp.")}, config)
+
+
+def draft_goldens(path, config: dict, tensors: dict, tokens: dict) -> None:
+    """What the head of Qwen3.5 makes of each position of a prompt, and three guesses in a row after it. transformers leaves the head out; its layer
+    and last norm are those of a trunk of one layer, which transformers runs on the head's inputs."""
+    import torch
+    from safetensors.torch import load_file
+
+    weights = {name: value.float() for name, value in load_file(path / "model.safetensors").items()}
+    head = {name.replace("mtp.", "model."): value for name, value in weights.items() if name.startswith(("mtp.layers.", "mtp.norm."))}
+    head["model.embed_tokens.weight"] = weights["model.language_model.embed_tokens.weight"]
+    layer = qwen3_5_model(head, config | {"num_hidden_layers": 1, "full_attention_interval": 1, "layer_types": ["full_attention"]})
+    trunk = qwen3_5_text(path, config)
+
+    def norm(x, name):
+        scaled = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + config["rms_norm_eps"])
+        return scaled * (1 + weights[f"mtp.{name}.weight"])
+
+    def run(row, hidden):
+        """Outputs for inputs of a token and the hidden state before it."""
+        embedded = trunk.model.embed_tokens(torch.tensor([row]))
+        joined = torch.cat([norm(embedded, "pre_fc_norm_embedding"), norm(hidden, "pre_fc_norm_hidden")], -1)
+        out = layer.model(inputs_embeds=joined @ weights["mtp.fc.weight"].T, use_cache=False).last_hidden_state
+        return out, out @ head["model.embed_tokens.weight"].T
+
+    with torch.no_grad():
+        for length in LENGTHS:
+            prompt = tokens[str(length)]["prompt"]
+            result = trunk.model(torch.tensor([prompt]), use_cache=False).last_hidden_state
+            _, logits = run(prompt[1:], result[:, :-1])
+            tensors[f"draft.{length}"] = np.ascontiguousarray(logits[0, -32:].numpy())
+            row, hidden = prompt[1:] + tokens[str(length)]["greedy"][:1], result
+            guesses = []
+            for _ in range(3):
+                out, logits = run(row, hidden)
+                guesses.append(int(logits[0, -1].argmax()))
+                row, hidden = row + guesses[-1:], torch.cat([hidden, out[:, -1:]], 1)
+            tokens[str(length)]["guesses"] = guesses
 
 
 def by_transformers(path, config: dict):
@@ -181,6 +230,8 @@ def goldens(path, config: dict) -> None:
         # All positions of the short prompt, the last ones of the long one.
         tensors[f"logits.{length}"] = np.ascontiguousarray(logits[-32:]).astype(np.float32)
         tokens[str(length)] = {"prompt": prompt, "greedy": row[length:]}
+    if config["model_type"] == "qwen3_5":
+        draft_goldens(path, config, tensors, tokens)
     save_file(tensors, path / "goldens.safetensors_")
     # Not `.safetensors`: a loader takes every such file of a directory for weights.
     (path / "goldens.safetensors_").rename(path / "goldens.bin")

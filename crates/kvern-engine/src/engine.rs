@@ -304,7 +304,8 @@ impl<B: Backend> Engine<B> {
                 return Err(error.into());
             }
         }
-        let append = self.batch.prepare_append(&counts)?;
+        // No step runs a draft head yet.
+        let append = self.batch.prepare_append(&counts)?.without_companions();
         let step = self.backend.begin(append.plan(&tokens, &outputs)?, &mut self.pages)?;
         let logits = self.model.forward(&self.backend, &step, &mut self.pages)?;
         let mut logits = self.backend.download(logits)?;
@@ -379,7 +380,7 @@ impl<B: Backend> Engine<B> {
             let (chunk, later) = rest.split_at(most);
             rest = later;
             let outputs: Vec<u32> = (0..chunk.len() as u32).collect();
-            let append = batch.prepare_append(&[chunk.len()])?;
+            let append = batch.prepare_append(&[chunk.len()])?.without_companions();
             let step = self.backend.begin(append.plan(chunk, &outputs)?, &mut self.pages)?;
             let logits = self.model.forward(&self.backend, &step, &mut self.pages)?;
             let mut logits = self.backend.download(logits)?;

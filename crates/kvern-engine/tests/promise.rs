@@ -56,7 +56,7 @@ fn engine(setup: &Setup, state_memory: u64) -> Engine<Cpu> {
 fn engine_keeping(setup: &Setup, state_memory: u64, prefixes: Limits) -> Engine<Cpu> {
     let isa = Some(setup.set.name().into());
     let cpu = Cpu::new(&CpuOptions { threads: Some(setup.threads), isa, exact: false }).unwrap();
-    let options = LoadOptions { kv: setup.kv, max_tokens: 512, max_outputs: 64, page: 16, progress: None };
+    let options = LoadOptions { kv: setup.kv, max_tokens: 512, max_outputs: 64, page: 16, ..LoadOptions::default() };
     let model = load(&cpu, Checkpoint::open(&fixture(setup.model)).unwrap(), &options).unwrap();
     let options = EngineOptions {
         max_rows: 32,

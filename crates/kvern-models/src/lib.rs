@@ -73,6 +73,22 @@ pub trait Model<B: Backend>: Send {
     /// # Errors
     /// The backend's.
     fn forward(&mut self, backend: &B, step: &B::Step, pages: &mut B::Pages) -> Result<&B::Tensor, Error>;
+
+    /// Runs the model's draft head, if it was loaded with one: logits `[outputs, vocab]` of what follows on each output's token, as the head guesses.
+    /// `guess` is 0 for a step that [`Self::forward`] has just run, in which the head stores what it makes of the real hidden states; `n` for
+    /// the `n`th of a round's drafts, each of which has the same rows and takes the guess before it for its token.
+    ///
+    /// # Errors
+    /// The backend's.
+    fn draft(
+        &mut self,
+        _backend: &B,
+        _step: &B::Step,
+        _pages: &mut B::Pages,
+        _guess: usize,
+    ) -> Result<Option<&B::Tensor>, Error> {
+        Ok(None)
+    }
 }
 
 /// How keys and values are stored.
@@ -110,13 +126,15 @@ pub struct LoadOptions<'a> {
     pub max_outputs: usize,
     /// Tokens of a page.
     pub page: usize,
+    /// Load the model's draft head too, if it has one. Its state then belongs to every row.
+    pub draft: bool,
     /// Called with (tensors loaded, tensors in all); may stop the loading.
     pub progress: Option<&'a dyn Fn(usize, usize) -> ControlFlow<()>>,
 }
 
 impl Default for LoadOptions<'_> {
     fn default() -> Self {
-        Self { kv: KvPolicy::default(), max_tokens: 512, max_outputs: 64, page: 64, progress: None }
+        Self { kv: KvPolicy::default(), max_tokens: 512, max_outputs: 64, page: 64, draft: false, progress: None }
     }
 }
 

@@ -14,14 +14,17 @@
 //!
 //! Traps: `q_proj` holds query and gate of each head one after the other; rope turns the first part of a head only; norms multiply by `1 + weight`, but
 //! for the delta net's own; a trained checkpoint has convolutions `[channels, 1, taps]` and raw norm weights, a converted one
-//! `[channels, taps, 1]` and the sums. (The weights themselves do not tell: the mean of a trained raw one can be 0.94.) The recurrence runs in f32, token by token, in prefill and decode alike. The multi-token-prediction head (`mtp.*`) and a vision part
-//! are left out.
+//! `[channels, taps, 1]` and the sums. (The weights themselves do not tell: the mean of a trained raw one can be 0.94.) The recurrence runs in f32, token by token, in prefill and decode alike. The
+//! multi-token-prediction head (`mtp.*`) is loaded if asked for; a vision part is left out.
+
+mod mtp;
 
 use kvern_backend::{Activation, Attention, Backend, DeltaInputs, DeltaRule, Slot};
 use kvern_state::{GroupSpec, StateSpec};
 use kvern_weights::{Checkpoint, Source};
 use serde_json::Value;
 
+use self::mtp::Mtp;
 use crate::config::Fields;
 use crate::loader::{Loader, state_codec};
 use crate::rope::Rope;
@@ -208,6 +211,7 @@ struct Qwen35<B: Backend> {
     frequencies: B::Vector,
     /// Weights that bring queries and keys of a delta net to their length: `key_dim^-1` and `key_dim^-1/2`.
     lengths: [B::Vector; 2],
+    mtp: Option<Mtp<B>>,
     workspace: Workspace<B>,
 }
 
@@ -292,7 +296,8 @@ pub(crate) fn load<B: Backend>(
     checkpoint.rename(|name| {
         name.replacen("model.language_model.", "model.", 1).replacen("language_model.model.", "model.", 1)
     })?;
-    let others: Vec<String> = checkpoint.names().filter(|name| is_left_out(name)).map(String::from).collect();
+    let left_out = |name: &&str| is_vision(name) || (!options.draft && name.starts_with("mtp."));
+    let others: Vec<String> = checkpoint.names().filter(left_out).map(String::from).collect();
     others.iter().for_each(|name| checkpoint.ignore(name));
     let mut loader = Loader::new(backend, checkpoint, options);
     let Config { hidden, intermediate: ffn, .. } = config;
@@ -310,9 +315,14 @@ pub(crate) fn load<B: Backend>(
     } else {
         Some(loader.linear("lm_head", [config.vocab, hidden], false, None)?)
     };
-    let states =
-        (0..config.layers).map(|index| config.state(index, |group| options.kv.apply(index, config.layers, own, group)));
-    let (spec, slots) = StateSpec::from_layers(options.page, states.collect())?;
+    let mut states: Vec<GroupSpec> = (0..config.layers)
+        .map(|index| config.state(index, |group| options.kv.apply(index, config.layers, own, group)))
+        .collect();
+    if options.draft {
+        states.extend(mtp::states(&config, own, options));
+    }
+    let (spec, mut slots) = StateSpec::from_layers(options.page, states)?;
+    let head_slots = slots.split_off(config.layers);
     let mut layers = Vec::with_capacity(config.layers);
     for (index, &slot) in slots.iter().enumerate() {
         let name = |part: &str| format!("model.layers.{index}.{part}");
@@ -332,8 +342,13 @@ pub(crate) fn load<B: Backend>(
         });
     }
     let norm = loader.norm("model.norm.weight", hidden, offset)?;
+    let mtp = match head_slots[..] {
+        [columns, carry] => Some(Mtp::load(&mut loader, &config, [columns, carry], options)?),
+        _ => None,
+    };
     loader.checkpoint.finish()?;
     let layer_bytes: usize = layers.iter().flat_map(Layer::linears).map(|linear| backend.linear_bytes(linear)).sum();
+    let mtp_bytes: usize = mtp.iter().flat_map(Mtp::linears).map(|linear| backend.linear_bytes(linear)).sum();
     let embed_bytes = backend.linear_bytes(&embed);
     let head_bytes = head.as_ref().map_or(0, |head| backend.linear_bytes(head));
     let [keys, values] = config.delta_widths();
@@ -351,7 +366,7 @@ pub(crate) fn load<B: Backend>(
         context: config.context,
         spec,
         fingerprint,
-        weight_bytes: layer_bytes + embed_bytes + head_bytes,
+        weight_bytes: layer_bytes + embed_bytes + head_bytes + mtp_bytes,
         step_weight_bytes: layer_bytes + if head.is_some() { head_bytes } else { embed_bytes },
         layer_parameters: config.attends.iter().map(mixer_parameters).sum::<usize>() + config.layers * 3 * hidden * ffn,
     };
@@ -382,15 +397,35 @@ pub(crate) fn load<B: Backend>(
     let dim = config.key_dim as f32;
     let lengths =
         [backend.vector(&vec![1.0 / dim; config.key_dim])?, backend.vector(&vec![dim.sqrt().recip(); config.key_dim])?];
-    Ok(Box::new(Qwen35 { config, info, embed, head, norm, layers, frequencies, lengths, workspace }))
+    Ok(Box::new(Qwen35 { config, info, embed, head, norm, layers, frequencies, lengths, mtp, workspace }))
 }
 
-/// Parts of a checkpoint that this graph does not run.
-fn is_left_out(name: &str) -> bool {
-    ["mtp.", "model.visual.", "visual.", "vision_tower."].iter().any(|prefix| name.starts_with(prefix))
+/// Whether a tensor belongs to the part of a model that sees.
+fn is_vision(name: &str) -> bool {
+    ["model.visual.", "visual.", "vision_tower."].iter().any(|prefix| name.starts_with(prefix))
 }
 
 impl<B: Backend> Layer<B> {
+    /// Adds the layer's mixer and its feed-forward part to `w.x`.
+    fn run(
+        &self,
+        backend: &B,
+        step: &B::Step,
+        pages: &mut B::Pages,
+        (config, lengths): (&Config, &[B::Vector; 2]),
+        w: &mut Workspace<B>,
+    ) -> Result<(), Error> {
+        backend.rms_norm(&w.x, &self.input_norm, config.eps, &mut w.h)?;
+        match &self.mixer {
+            Mixer::Full(full) => full.run(backend, step, pages, self.slot, config, w)?,
+            Mixer::Delta(delta) => delta.run(backend, step, pages, self.slot, (config, lengths), w)?,
+        }
+        backend.rms_norm(&w.x, &self.post_norm, config.eps, &mut w.h)?;
+        backend.project(&w.h, &mut [(&self.gate, &mut w.gate), (&self.up, &mut w.up)])?;
+        backend.gate(Activation::Silu, &mut w.gate, &w.up)?;
+        Ok(backend.project_add(&w.gate, &self.down, &mut w.x)?)
+    }
+
     fn linears(&self) -> Vec<&B::Linear> {
         let mut all = vec![&self.gate, &self.up, &self.down];
         match &self.mixer {
@@ -506,20 +541,36 @@ impl<B: Backend> Model<B> for Qwen35<B> {
         backend.embed(step, &self.embed, 1.0, &mut w.x)?;
         backend.rope_angles(step, &self.frequencies, config.rope.attention_factor(), &mut w.angles)?;
         for layer in &self.layers {
-            backend.rms_norm(&w.x, &layer.input_norm, config.eps, &mut w.h)?;
-            match &layer.mixer {
-                Mixer::Full(full) => full.run(backend, step, pages, layer.slot, config, w)?,
-                Mixer::Delta(delta) => delta.run(backend, step, pages, layer.slot, (config, &self.lengths), w)?,
-            }
-            backend.rms_norm(&w.x, &layer.post_norm, config.eps, &mut w.h)?;
-            backend.project(&w.h, &mut [(&layer.gate, &mut w.gate), (&layer.up, &mut w.up)])?;
-            backend.gate(Activation::Silu, &mut w.gate, &w.up)?;
-            backend.project_add(&w.gate, &layer.down, &mut w.x)?;
+            layer.run(backend, step, pages, (config, &self.lengths), w)?;
+        }
+        if let Some(mtp) = &mut self.mtp {
+            // The head takes the normed hidden state of every token.
+            backend.rms_norm(&w.x, &self.norm, config.eps, &mut w.h)?;
+            mtp.carry(backend, step, pages, &w.h)?;
         }
         backend.outputs(step, &w.x, &mut w.last)?;
         backend.rms_norm(&w.last, &self.norm, config.eps, &mut w.last_norm)?;
         let head = self.head.as_ref().unwrap_or(&self.embed);
         backend.project(&w.last_norm, &mut [(head, &mut w.logits)])?;
         Ok(&w.logits)
+    }
+
+    fn draft(
+        &mut self,
+        backend: &B,
+        step: &B::Step,
+        pages: &mut B::Pages,
+        guess: usize,
+    ) -> Result<Option<&B::Tensor>, Error> {
+        let Self { config, workspace: w, mtp: Some(mtp), .. } = self else { return Ok(None) };
+        if guess > 0 {
+            let plan = backend.plan(step);
+            w.resize(backend, plan.tokens.len(), plan.outputs.len())?;
+            backend.rope_angles(step, &self.frequencies, config.rope.attention_factor(), &mut w.angles)?;
+        }
+        mtp.run(backend, step, pages, (config, &self.embed, &self.lengths), guess, w)?;
+        let head = self.head.as_ref().unwrap_or(&self.embed);
+        backend.project(&w.last_norm, &mut [(head, &mut w.logits)])?;
+        Ok(Some(&w.logits))
     }
 }

@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 use kvern_backend::{Backend, Reference};
 use kvern_cpu::{Cpu, CpuOptions, KernelSet};
 use kvern_models::{Error, KvPolicy, LoadOptions, Model, load};
-use kvern_state::{Batch, Codec, Pool};
+use kvern_state::{Batch, Codec, Demand, Pool};
 use kvern_weights::Checkpoint;
 use safetensors::SafeTensors;
 use serde_json::Value;
@@ -143,6 +143,128 @@ fn a_gguf_file_gives_the_same_bits_as_its_checkpoint() {
     // A GGUF file does not say by what Gemma 2 scales its scores; all published models but one scale by the head dimension.
     let scaled = changed("gemma2", |config| config["query_pre_attn_scalar"] = 16.into());
     assert!(from(scaled.path()) == from(&fixture("gemma2/model.gguf")));
+}
+
+/// The draft head of a model: its logits at every position of a prompt that comes in chunks, with rejected guesses in between, and three guesses in a row.
+fn draft_error<B: Backend>(backend: &B, kv: Option<Codec>, chunk: usize) -> f32 {
+    let options = LoadOptions { draft: true, ..options(kv) };
+    let mut model = load(backend, Checkpoint::open(&fixture("qwen3_5")).unwrap(), &options).unwrap();
+    let file = fs::read(fixture("qwen3_5/goldens.bin")).unwrap();
+    let file = SafeTensors::deserialize(&file).unwrap();
+    let tokens: Value = serde_json::from_slice(&fs::read(fixture("qwen3_5/goldens.json")).unwrap()).unwrap();
+    let mut worst = 0.0f32;
+    for length in LENGTHS {
+        let prompt = ids(&tokens[length]["prompt"]);
+        let pool = Pool::new(model.info().spec.clone(), 1 << 30);
+        let mut pages = backend.pages(pool.spec()).unwrap();
+        let mut batch = Batch::new(&pool);
+        let demand = Demand { tokens: prompt.len() + 8, step: chunk, round: 4 };
+        batch.prepare_admit(vec![(pool.row(), demand)]).unwrap().commit();
+        // Guesses from `token`, each from the one before it.
+        macro_rules! guesses {
+            ($round:expr, $token:expr, $count:expr) => {{
+                let (mut token, mut guesses) = ($token, Vec::new());
+                for guess in 1..=$count {
+                    let append = $round.prepare_draft(&[1]).unwrap();
+                    let step = backend.begin(append.plan(&[token], &[0]).unwrap(), &mut pages).unwrap();
+                    let logits = model.draft(backend, &step, &mut pages, guess).unwrap().unwrap();
+                    token = argmax(&backend.download(logits).unwrap());
+                    append.commit();
+                    guesses.push(token);
+                }
+                guesses
+            }};
+        }
+        let mut got = Vec::new();
+        for piece in prompt.chunks(chunk) {
+            if !batch.rows()[0].is_empty() {
+                // Guesses that lead nowhere, and a verification of which nothing is kept.
+                let mut round = batch.begin_round();
+                guesses!(round, 7, 2);
+                let append = round.prepare_append(&[3]).unwrap();
+                let step = backend.begin(append.plan(&[7, 8, 9], &[]).unwrap(), &mut pages).unwrap();
+                model.forward(backend, &step, &mut pages).unwrap();
+                model.draft(backend, &step, &mut pages, 0).unwrap();
+                append.commit();
+                round.commit(&[0]).map_err(|(_, error)| error).unwrap();
+            }
+            let append = batch.prepare_append(&[piece.len()]).unwrap();
+            let outputs: Vec<u32> = (0..piece.len() as u32).collect();
+            let step = backend.begin(append.plan(piece, &outputs).unwrap(), &mut pages).unwrap();
+            model.forward(backend, &step, &mut pages).unwrap();
+            let logits = model.draft(backend, &step, &mut pages, 0).unwrap().unwrap();
+            got.extend(backend.download(logits).unwrap());
+            append.commit();
+        }
+        let golden = file.tensor(&format!("draft.{length}")).unwrap();
+        let golden: Vec<f32> = golden.data().as_chunks().0.iter().map(|b| f32::from_le_bytes(*b)).collect();
+        // The first token has no hidden state before it.
+        let last = &got[VOCAB..][got.len() - VOCAB - golden.len()..];
+        for (got, want) in last.iter().zip(&golden) {
+            let error = (got - want).abs();
+            worst = if error <= worst { worst } else { error };
+        }
+        let mut round = batch.begin_round();
+        assert_eq!(guesses!(round, ids(&tokens[length]["greedy"])[0], 3), ids(&tokens[length]["guesses"]));
+    }
+    worst
+}
+
+#[test]
+fn the_draft_head_makes_the_oracle_s_guesses() {
+    let exact = Some(Codec::F32);
+    let error = draft_error(&Reference::new(), exact, 256);
+    assert!(error < 1e-4, "{error}");
+    for set in KernelSet::available() {
+        for chunk in [1, 7, 256] {
+            let error = draft_error(&cpu(set, true), exact, chunk);
+            assert!(error < 1e-4, "{}, chunks of {chunk}: {error}", set.name());
+        }
+    }
+}
+
+/// The same on a trained model, with goldens of its makers: three guesses after each token of a greedy continuation.
+#[test]
+#[ignore = "KVERN_TRAINED names a directory with the trained model tiny-qwen3_5"]
+fn the_draft_head_of_a_trained_model_makes_its_makers_guesses() {
+    let path = PathBuf::from(std::env::var("KVERN_TRAINED").unwrap()).join("tiny-qwen3_5");
+    let backend = cpu(*KernelSet::available().last().unwrap(), true);
+    let options = LoadOptions { draft: true, ..options(Some(Codec::F32)) };
+    let mut model = load(&backend, Checkpoint::open(&path).unwrap(), &options).unwrap();
+    let file = fs::read(path.join("goldens.safetensors")).unwrap();
+    let file = SafeTensors::deserialize(&file).unwrap();
+    let numbers = |name: &str| -> Vec<u32> {
+        let tensor = file.tensor(name).unwrap();
+        let step = tensor.data().len() / tensor.shape().iter().product::<usize>();
+        tensor.data().chunks(step).map(|bytes| u32::from_le_bytes(bytes[..4].try_into().unwrap())).collect()
+    };
+    let (prompt, greedy, drafts) = (numbers("p64.ids"), numbers("p64.greedy"), numbers("p64.mtp_drafts"));
+    let pool = Pool::new(model.info().spec.clone(), 1 << 30);
+    let (mut pages, mut batch) = (backend.pages(pool.spec()).unwrap(), Batch::new(&pool));
+    batch.prepare_admit(vec![(pool.row(), Demand { tokens: 200, step: 64, round: 4 })]).unwrap().commit();
+    let (mut equal, mut accepted) = (0, [0; 3]);
+    for (done, &next) in greedy.iter().enumerate() {
+        let piece = if done == 0 { prompt.clone() } else { vec![greedy[done - 1]] };
+        let append = batch.prepare_append(&[piece.len()]).unwrap();
+        let step = backend.begin(append.plan(&piece, &[]).unwrap(), &mut pages).unwrap();
+        model.forward(&backend, &step, &mut pages).unwrap();
+        model.draft(&backend, &step, &mut pages, 0).unwrap();
+        append.commit();
+        let mut round = batch.begin_round();
+        let (mut token, mut right) = (next, true);
+        for guess in 0..3 {
+            let append = round.prepare_draft(&[1]).unwrap();
+            let step = backend.begin(append.plan(&[token], &[0]).unwrap(), &mut pages).unwrap();
+            let logits = model.draft(&backend, &step, &mut pages, guess + 1).unwrap().unwrap();
+            token = argmax(&backend.download(logits).unwrap());
+            append.commit();
+            equal += usize::from(token == drafts[3 * done + guess]);
+            right &= greedy.get(done + 1 + guess) == Some(&token);
+            accepted[guess] += usize::from(right);
+        }
+    }
+    assert_eq!(equal, drafts.len(), "accepted at depths 1 to 3: {accepted:?} of {}", greedy.len());
+    println!("accepted at depths 1 to 3: {accepted:?} of {}", greedy.len());
 }
 
 #[test]

@@ -114,6 +114,26 @@ impl Tensor {
         Ok(Self { name: name.into(), shape: shape.to_vec(), mapping, range, encoding, order: None, stored_rows })
     }
 
+    /// The columns in `range`, where a format stores several matrices of one output side by side. Raw weights keep their type, quantized ones are decoded.
+    ///
+    /// # Errors
+    /// [`Error::Shape`] when there are no such columns.
+    pub fn columns(&self, range: Range<usize>) -> Result<Self, Error> {
+        let cols = self.cols();
+        if range.start > range.end || range.end > cols {
+            return Err(Error::Shape { name: self.name.clone(), expected: vec![range.end], found: vec![cols] });
+        }
+        let shape = [self.rows(), range.len()];
+        if let Encoding::Raw(raw) = self.encoding {
+            let bytes = range.start * raw.bytes()..range.end * raw.bytes();
+            let bytes = (0..self.rows()).flat_map(|row| &self.row_bytes(row)[bytes.clone()]).copied().collect();
+            return Self::in_memory(&self.name, &shape, Encoding::Raw(raw), bytes);
+        }
+        let values = self.to_vec();
+        let rows = values.chunks_exact(cols.max(1)).flat_map(|row| &row[range.clone()]);
+        Self::in_memory(&self.name, &shape, Encoding::Raw(Raw::F32), rows.flat_map(|x| x.to_le_bytes()).collect())
+    }
+
     /// A raw vector with its elements in the order `order`; used for biases of reordered rows.
     ///
     /// # Errors

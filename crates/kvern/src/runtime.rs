@@ -128,6 +128,7 @@ impl Runtime {
             max_tokens: STEP_TOKENS,
             max_outputs: STEP_OUTPUTS,
             page: PAGE,
+            draft: false,
             progress: progress.as_ref().map(|progress| progress as &dyn Fn(usize, usize) -> ControlFlow<()>),
         };
         // Before the weights, which then reuse the memory that building a tokenizer frees.
