@@ -176,3 +176,30 @@ proptest! {
         prop_assert_eq!((world.pool.usage().used, world.pool.usage().promised), (0, 0));
     }
 }
+
+/// Rounds of 0 to 6 drafts of which every number is kept, one after another over page borders, the window's and the start of late encoding: after each,
+/// the state is that of a row that never drafted.
+#[test]
+fn rounds_leave_the_state_of_a_row_that_never_drafted() {
+    for set in KernelSet::available() {
+        let mut world = World::new(set);
+        world.admit(world.pool.row(), Vec::new());
+        let mut hashes = BTreeMap::new();
+        let rounds = (0..=6).flat_map(|drafts| (0..=drafts).map(move |keep| (drafts, keep)));
+        for (drafts, keep) in rounds.cycle().take(140) {
+            let len = world.rows[0].len();
+            // A step cannot cross the start of late encoding, so such a round takes two.
+            let first = drafts.min(world.batch.rows()[0].room());
+            world.apply(Op::Round(vec![vec![first], vec![drafts - first]], vec![keep]));
+            assert_eq!(world.rows[0].len(), len + keep, "{drafts} drafted");
+            let tokens = world.rows[0].clone();
+            let image = freeze(&world.cpu, &world.pages, &world.batch.rows()[0], Identity::default(), &tokens).unwrap();
+            let want = hashes.entry(tokens.len()).or_insert_with(|| alone(&tokens));
+            assert_eq!(image.state_hash(), *want, "{drafts} drafted, {keep} kept, {} tokens", tokens.len());
+            if tokens.len() > 190 {
+                break;
+            }
+        }
+        assert!(world.rows[0].len() > 150, "past every border: {}", world.rows[0].len());
+    }
+}
