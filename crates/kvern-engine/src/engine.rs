@@ -4,7 +4,7 @@ use std::collections::{BTreeSet, VecDeque};
 
 use kvern_backend::Backend;
 use kvern_models::{Info, Model};
-use kvern_state::{Batch, Demand, Kind, Limits, Pool, PrefixIndex, Usage};
+use kvern_state::{Batch, Demand, Identity, Kind, Limits, Pool, PrefixIndex, Usage};
 
 use crate::sampler::{Sampled, Sampling, sample};
 use crate::{Error, memory};
@@ -119,6 +119,8 @@ pub struct Engine<B: Backend> {
     pub(crate) running: Vec<Sequence>,
     waiting: VecDeque<Sequence>,
     pub(crate) index: PrefixIndex,
+    /// Whose state this is, but for the salt.
+    pub(crate) identity: Identity,
     options: EngineOptions,
     context: usize,
     next: u64,
@@ -138,8 +140,10 @@ impl<B: Backend> Engine<B> {
         let context = options.context.map_or(model.info().context, |context| context.min(model.info().context));
         let device = options.prefixes.device.min(pool.usage().budget / 2);
         let index = PrefixIndex::new(pool.spec(), Limits { device, ..options.prefixes.clone() })?;
+        let (model_name, policy) = (model.info().fingerprint.clone(), pool.spec().policy());
+        let identity = Identity { model: model_name, policy, ..Identity::default() };
         let (batch, running, waiting) = (Batch::new(&pool), Vec::new(), VecDeque::new());
-        Ok(Self { backend, model, pages, batch, running, waiting, index, options, context, next: 0 })
+        Ok(Self { backend, model, pages, batch, running, waiting, index, identity, options, context, next: 0 })
     }
 
     /// What is known of the model.
@@ -190,11 +194,12 @@ impl<B: Backend> Engine<B> {
         if needed > budget {
             return Err(Error::Memory { tokens: limit, needed, budget });
         }
-        boundaries.retain(|&at| at < prompt.len());
-        boundaries.extend(self.snapshots(prompt.len()));
-        boundaries.sort_unstable();
-        boundaries.dedup();
-        if !self.needs_snapshots() {
+        if self.needs_snapshots() {
+            boundaries.retain(|&at| at < prompt.len());
+            boundaries.extend(self.snapshots(prompt.len()));
+            boundaries.sort_unstable();
+            boundaries.dedup();
+        } else {
             boundaries.clear();
         }
         let id = RequestId(self.next);
@@ -204,8 +209,8 @@ impl<B: Backend> Engine<B> {
         Ok(id)
     }
 
-    /// Whether rows can be resumed only where a snapshot was taken.
-    fn needs_snapshots(&self) -> bool {
+    /// Whether rows can be resumed only where a snapshot was taken, so that a request's boundaries matter.
+    pub fn needs_snapshots(&self) -> bool {
         self.info().spec.groups().iter().any(|group| group.window.is_some() || group.kind == Kind::Recurrent)
     }
 
@@ -299,13 +304,16 @@ impl<B: Backend> Engine<B> {
             return Ok(events);
         }
         // A page that a running row shares with what is kept must be copied before it is written; what is kept gives way to that.
-        while let Err(error @ kvern_state::Error::Budget { .. }) = self.batch.prepare_append(&counts).map(drop) {
-            if !self.make_room() {
+        let append = loop {
+            let error = match self.batch.prepare_append(&counts) {
+                // No step runs a draft head yet.
+                Ok(append) => break append.without_companions(),
+                Err(error) => error,
+            };
+            if !matches!(error, kvern_state::Error::Budget { .. }) || !self.make_room() {
                 return Err(error.into());
             }
-        }
-        // No step runs a draft head yet.
-        let append = self.batch.prepare_append(&counts)?.without_companions();
+        };
         let step = self.backend.begin(append.plan(&tokens, &outputs)?, &mut self.pages)?;
         let logits = self.model.forward(&self.backend, &step, &mut self.pages)?;
         let mut logits = self.backend.download(logits)?;

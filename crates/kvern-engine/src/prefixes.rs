@@ -5,12 +5,15 @@ use kvern_state::{Found, Hit, Identity, Image, PrefixIndex, Row};
 
 use crate::{Engine, Error};
 
+/// Makes images of rows for the index.
+fn freezer<B: Backend>(backend: &B, pages: &B::Pages) -> impl FnMut(&Row, &Identity, &[u32]) -> Option<Image> {
+    |row, identity, tokens| freeze(backend, pages, row, identity.clone(), tokens).ok()
+}
+
 impl<B: Backend> Engine<B> {
     /// Whose state this engine computes, for a salt.
     pub fn identity(&self, salt: &str) -> Identity {
-        let info = self.info();
-        let (model, policy) = (info.fingerprint.clone(), info.spec.policy());
-        Identity { model, adapter: String::new(), policy, salt: salt.into() }
+        Identity { salt: salt.into(), ..self.identity.clone() }
     }
 
     /// The index of what is kept.
@@ -50,13 +53,13 @@ impl<B: Backend> Engine<B> {
     /// Gives up the pages of what was kept longest without use. False when nothing is kept in pages.
     pub(crate) fn make_room(&mut self) -> bool {
         let Self { index, backend, pages, .. } = self;
-        index.demote(&mut |row, identity, tokens| freeze(backend, pages, row, identity.clone(), tokens).ok())
+        index.demote(&mut freezer(backend, pages))
     }
 
     /// Brings what is kept within its limits.
     pub(crate) fn tidy(&mut self) {
         let Self { index, backend, pages, .. } = self;
-        index.shrink(&mut |row, identity, tokens| freeze(backend, pages, row, identity.clone(), tokens).ok());
+        index.shrink(&mut freezer(backend, pages));
     }
 
     /// Writes what is kept to the directory of checkpoints, if there is one, and waits for it.
@@ -65,9 +68,7 @@ impl<B: Backend> Engine<B> {
     /// The first write that failed.
     pub fn flush(&mut self) -> Result<(), Error> {
         let Self { index, backend, pages, .. } = self;
-        let mut freeze =
-            |row: &Row, identity: &Identity, tokens: &[u32]| freeze(backend, pages, row, identity.clone(), tokens).ok();
-        Ok(index.flush(&mut freeze)?)
+        Ok(index.flush(&mut freezer(backend, pages))?)
     }
 
     /// The state after `tokens`, or after as many of them as are kept; the others are its pending ones.

@@ -84,6 +84,26 @@ impl<'a> Fields<'a> {
         self.get(field, "a list of strings", |value| value.as_array()?.iter().map(Value::as_str).collect())
     }
 
+    /// Whether each of `layers` layers is of the first of two kinds, as `layer_types` says; absent without that field.
+    pub(crate) fn layer_types(
+        &self,
+        layers: usize,
+        [first, second]: [&str; 2],
+        expected: &'static str,
+    ) -> Result<Option<Vec<bool>>, Error> {
+        let Some(kinds) = self.texts("layer_types")? else { return Ok(None) };
+        if kinds.len() != layers {
+            let found = format!("{} kinds", kinds.len());
+            return Err(Error::Config { field: "layer_types".into(), expected: "a kind for each layer", found });
+        }
+        let is_first = |kind: &&str| match *kind {
+            kind if kind == first => Ok(true),
+            kind if kind == second => Ok(false),
+            other => Err(Error::Config { field: "layer_types".into(), expected, found: other.into() }),
+        };
+        kinds.iter().map(is_first).collect::<Result<_, _>>().map(Some)
+    }
+
     pub(crate) fn text(&self, field: &str) -> Result<Option<&'a str>, Error> {
         self.get(field, "a string", Value::as_str)
     }

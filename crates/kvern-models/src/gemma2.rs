@@ -74,21 +74,9 @@ impl Config {
         if let Some(found) = fields.text("hidden_activation")?.filter(|name| *name != "gelu_pytorch_tanh") {
             return Err(wrong("hidden_activation", "gelu_pytorch_tanh", found.into()));
         }
-        let kinds = fields.texts("layer_types")?;
-        let sliding = match kinds {
-            None => (0..layers).map(|layer| layer % 2 == 0).collect(),
-            Some(kinds) if kinds.len() != layers => {
-                return Err(wrong("layer_types", "a kind for each layer", format!("{} kinds", kinds.len())));
-            }
-            Some(kinds) => kinds
-                .iter()
-                .map(|kind| match *kind {
-                    "sliding_attention" => Ok(true),
-                    "full_attention" => Ok(false),
-                    other => Err(wrong("layer_types", "sliding_attention or full_attention", other.into())),
-                })
-                .collect::<Result<_, _>>()?,
-        };
+        let kinds = ["sliding_attention", "full_attention"];
+        let sliding = fields.layer_types(layers, kinds, "sliding_attention or full_attention")?;
+        let sliding = sliding.unwrap_or_else(|| (0..layers).map(|layer| layer % 2 == 0).collect());
         let kv_heads = fields.count("num_key_value_heads")?.unwrap_or(heads);
         if !heads.is_multiple_of(kv_heads) {
             let found = format!("{heads} heads for {kv_heads} key/value heads");

@@ -61,20 +61,9 @@ impl Config {
         let wrong = |field: &str, expected, found: String| Error::Config { field: field.into(), expected, found };
         let layers = fields.needed("num_hidden_layers")?;
         let interval = fields.count("full_attention_interval")?.unwrap_or(4);
-        let attends = match fields.texts("layer_types")? {
-            None => (1..=layers).map(|layer| layer % interval == 0).collect(),
-            Some(kinds) if kinds.len() != layers => {
-                return Err(wrong("layer_types", "a kind for each layer", format!("{} kinds", kinds.len())));
-            }
-            Some(kinds) => kinds
-                .iter()
-                .map(|kind| match *kind {
-                    "full_attention" => Ok(true),
-                    "linear_attention" => Ok(false),
-                    other => Err(wrong("layer_types", "full_attention or linear_attention", other.into())),
-                })
-                .collect::<Result<_, _>>()?,
-        };
+        let kinds = ["full_attention", "linear_attention"];
+        let attends = fields.layer_types(layers, kinds, "full_attention or linear_attention")?;
+        let attends = attends.unwrap_or_else(|| (1..=layers).map(|layer| layer % interval == 0).collect());
         let multiple = |field: &str, heads: usize, of: usize| {
             let found = format!("{heads} for {of}");
             if heads.is_multiple_of(of) { Ok(()) } else { Err(wrong(field, "a multiple of the key heads", found)) }

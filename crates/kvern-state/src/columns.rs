@@ -83,8 +83,7 @@ impl Columns {
         let class = spec.class(self.group, encoded);
         self.pages = pool.allocate(class, spec.pages_for(columns) - skipped, &mut 0)?;
         (self.len, self.skipped) = (columns, skipped);
-        let window = spec.groups()[self.group].window;
-        self.from = window.map_or(0, |window| window.start(columns + 1).min(columns));
+        self.from = spec.groups()[self.group].first_in_view(columns);
         Ok(())
     }
 
@@ -119,11 +118,8 @@ impl Columns {
 
     /// Whether the columns can be cut to `len` and be those of a row that never had more.
     pub(crate) fn resumable(&self, pool: &Pool, len: usize) -> bool {
-        let spec = pool.spec();
-        let window = spec.groups()[self.group].window;
-        let held = self.from == 0 || window.is_none_or(|window| window.start(len + 1) >= self.from);
-        let early_enough = !self.is_encoded(pool) || self.start(pool).is_some_and(|start| len >= start);
-        len == self.len || (len < self.len && held && early_enough)
+        let group = &pool.spec().groups()[self.group];
+        len == self.len || (len < self.len && group.can_cut(self.from, self.is_encoded(pool), len))
     }
 
     /// Whether an append must first copy the tail page: it has free columns and another holder.

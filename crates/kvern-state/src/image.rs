@@ -25,7 +25,7 @@ use safetensors::{Dtype, SafeTensors, View};
 use serde::{Deserialize, Serialize};
 use xxhash_rust::xxh3::xxh3_128;
 
-use crate::{Error, Pool, Row, StateSpec};
+use crate::{Error, GroupSpec, Kind, Pool, Row, StateSpec};
 
 /// The version of the file's layout.
 const VERSION: u32 = 1;
@@ -203,14 +203,15 @@ fn hash(bytes: &[u8]) -> String {
     format!("{:032x}", xxh3_128(bytes))
 }
 
-fn token_bytes(tokens: &[u32]) -> Vec<u8> {
+/// Tokens as hashes and files take them.
+pub(crate) fn token_bytes(tokens: &[u32]) -> Vec<u8> {
     tokens.iter().flat_map(|token| token.to_le_bytes()).collect()
 }
 
 impl StateSpec {
     /// How state is stored, in words: kinds, windows and codecs of all groups, and the page size.
     pub fn policy(&self) -> String {
-        let group = |spec: &crate::GroupSpec| {
+        let group = |spec: &GroupSpec| {
             let codecs =
                 |encoded| -> Vec<String> { spec.planes(encoded).iter().map(|plane| plane.codec.version()).collect() };
             let window =
@@ -245,7 +246,7 @@ impl Image {
         for (index, group) in spec.groups().iter().enumerate() {
             let class = &spec.classes()[row.pages(index).class()];
             let (sinks, start, columns) = match row.read(index) {
-                Some(read) => (read.sinks(), read.start().min(read.len()), read.len()),
+                Some(read) => (read.sinks(), read.start(), read.len()),
                 None => (0, 0, usize::from(row.state(index).is_some())),
             };
             let mut manifest = GroupManifest {
@@ -321,14 +322,11 @@ impl Image {
     /// Whether a row of this image, cut to `len` tokens, is what a row of those tokens would be; see [`Row::resumable`].
     pub fn resumable(&self, spec: &StateSpec, len: usize) -> bool {
         let tokens = self.manifest.tokens;
-        len == tokens
-            || len < tokens
-                && self.manifest.groups.iter().zip(spec.groups()).all(|(own, group)| {
-                    let columns = own.columns.saturating_sub(group.columns(tokens) - group.columns(len));
-                    let late = group.late.as_ref().is_none_or(|late| !own.encoded || columns >= late.start);
-                    let held = group.window.is_none_or(|w| own.start == 0 || w.start(columns + 1) >= own.start);
-                    group.kind != crate::Kind::Recurrent && late && held
-                })
+        let can_cut = |(own, group): (&GroupManifest, &GroupSpec)| {
+            let columns = own.columns.saturating_sub(group.columns(tokens) - group.columns(len));
+            group.kind != Kind::Recurrent && group.can_cut(own.start, own.encoded, columns)
+        };
+        len == tokens || (len < tokens && self.manifest.groups.iter().zip(spec.groups()).all(can_cut))
     }
 
     /// Checks that a row of this image can live in `pool` for `identity`.
@@ -355,17 +353,15 @@ impl Image {
             let found = own.planes.iter().map(|p| describe(&p.name, p.heads, p.dim, &p.codec));
             let (expected, found): (Vec<_>, Vec<_>) = (expected.collect(), found.collect());
             differ(field("layout"), expected.join(", "), found.join(", "))?;
-            let counts = match group.window {
-                _ if group.kind == crate::Kind::Recurrent => (usize::from(manifest.tokens > 0), 0, 0),
-                None => (own.columns, 0, 0),
-                Some(window) => {
-                    let start = window.start(own.columns + 1).min(own.columns);
-                    (own.columns, window.sinks.min(start), start)
-                }
+            let counts = if group.kind == Kind::Recurrent {
+                (usize::from(manifest.tokens > 0), 0, 0)
+            } else {
+                let start = group.first_in_view(own.columns);
+                (own.columns, group.window.map_or(0, |window| window.sinks.min(start)), start)
             };
             differ(field("extent"), format!("{counts:?}"), format!("{:?}", (own.columns, own.sinks, own.start)))?;
             if own.columns > group.columns(manifest.tokens).max(usize::from(group.lag.is_none()))
-                || (group.lag.is_none() && group.kind != crate::Kind::Recurrent && own.columns != manifest.tokens)
+                || (group.lag.is_none() && group.kind != Kind::Recurrent && own.columns != manifest.tokens)
             {
                 differ(field("columns"), group.columns(manifest.tokens).to_string(), own.columns.to_string())?;
             }

@@ -195,6 +195,17 @@ impl GroupSpec {
         tokens.saturating_sub(self.lag.unwrap_or(0))
     }
 
+    /// The first column, sinks aside, that the next query of a row of so many columns sees.
+    pub fn first_in_view(&self, columns: usize) -> usize {
+        self.window.map_or(0, |window| window.start(columns + 1))
+    }
+
+    /// Whether columns that are there from `first` on, encoded late or not, can be cut to `columns` and be those of a row that never had more.
+    pub(crate) fn can_cut(&self, first: usize, encoded: bool, columns: usize) -> bool {
+        let held = first == 0 || self.first_in_view(columns) >= first;
+        held && (!encoded || self.late.as_ref().is_some_and(|late| columns >= late.start))
+    }
+
     /// Whether a row of so many columns holds them encoded late, when nothing is in work.
     pub fn encodes(&self, columns: usize) -> bool {
         self.late.as_ref().is_some_and(|late| columns > late.start)
@@ -355,8 +366,7 @@ impl StateSpec {
 
     /// Pages that lie between sinks and window, and are not held, in a row of `columns` columns with nothing in work.
     pub(crate) fn skipped_pages(&self, group: usize, columns: usize) -> usize {
-        let Some(window) = self.groups[group].window else { return 0 };
-        (window.start(columns + 1) / self.page).saturating_sub(self.sink_pages(group))
+        (self.groups[group].first_in_view(columns) / self.page).saturating_sub(self.sink_pages(group))
     }
 
     /// Bytes that a row of `tokens` tokens occupies with nothing in work, exactly: whole pages of every group, a window's only as far as the next

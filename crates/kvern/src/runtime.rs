@@ -161,8 +161,8 @@ impl Runtime {
         Ok(self.text.tokenizer.encode(text, true)?)
     }
 
-    /// A conversation, up to the beginning of the assistant's next turn. Others are expected to part from it where its system message or its
-    /// last message begins.
+    /// A conversation, up to the beginning of the assistant's next turn. Where a model's rows can be resumed at boundaries alone, others are expected to
+    /// part from it at the end of its system message and before its last one.
     ///
     /// # Errors
     /// [`kvern_text::Error::NoTemplate`] or the template's own.
@@ -173,6 +173,9 @@ impl Runtime {
             Ok(self.text.tokenizer.encode(&template.render(messages, open)?, false)?)
         };
         let tokens = encode(messages, true)?;
+        if !self.engine.needs_snapshots() {
+            return Ok(tokens.into());
+        }
         let system = messages.iter().take_while(|message| message.role == "system").count();
         let ends =
             [system, messages.len().saturating_sub(1)].into_iter().filter(|&end| end > 0 && end < messages.len());

@@ -8,6 +8,7 @@ use std::collections::HashMap;
 use xxhash_rust::xxh3::{xxh3_64, xxh3_64_with_seed};
 
 use crate::Identity;
+use crate::image::token_bytes;
 
 /// Where a copy of some state is.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
@@ -79,8 +80,7 @@ pub(crate) fn hashes(identity: &Identity, tokens: &[u32], size: usize) -> Vec<u6
     let named = [model, adapter, policy, salt].map(|field| format!("{}:{field}", field.len())).concat();
     let mut hash = xxh3_64(named.as_bytes());
     let blocks = tokens.chunks_exact(size).map(|block| {
-        let bytes: Vec<u8> = block.iter().flat_map(|token| token.to_le_bytes()).collect();
-        hash = xxh3_64_with_seed(&bytes, hash);
+        hash = xxh3_64_with_seed(&token_bytes(block), hash);
         hash
     });
     blocks.collect()

@@ -36,7 +36,7 @@ use self::events::{Blocks, Holding};
 pub use self::events::{Event, Tier};
 use self::tree::{Id, Tree};
 use self::writer::{Writer, Written};
-use crate::image::PARTIAL;
+use crate::image::{PARTIAL, token_bytes};
 use crate::{GroupSpec, Identity, Image, ImageError, Kind, PageId, Row, StateSpec};
 
 /// The ending of checkpoint files.
@@ -365,8 +365,7 @@ impl PrefixIndex {
         let (Some(writer), Some(directory)) = (&mut self.writer, &self.limits.directory) else { return };
         let Some(entry) = self.entries.get_mut(&id) else { return };
         let Some(image) = entry.host.clone().filter(|image| image.bytes() <= self.limits.disk) else { return };
-        let tokens: Vec<u8> = entry.tokens.iter().flat_map(|token| token.to_le_bytes()).collect();
-        let name = xxh3_128(&[format!("{:?}", entry.identity).as_bytes(), &tokens].concat());
+        let name = xxh3_128(&[format!("{:?}", entry.identity).as_bytes(), &token_bytes(&entry.tokens)].concat());
         let path = directory.join(format!("{name:032x}.{ENDING}"));
         if writer.write(id, image.clone(), path, wait) {
             entry.leaving = Some(image);
@@ -439,7 +438,6 @@ impl PrefixIndex {
 
     fn set_device(&mut self, id: Id, row: Option<Row>) {
         let Some(entry) = self.entries.get_mut(&id) else { return };
-        let holdings = |row: &Row| holdings(&self.spec, |group| row.read(group).map(|read| (read.start(), read.len())));
         for (row, stored) in [(entry.device.take(), false), (row, true)] {
             let Some(row) = row else { continue };
             for group in 0..self.spec.groups().len() {
@@ -460,8 +458,8 @@ impl PrefixIndex {
                 }
             }
             if let Some(blocks) = &mut self.blocks {
-                let size = self.spec.page();
-                blocks.count(&entry.identity, &entry.tokens, size, &holdings(&row), Tier::Device, stored);
+                let held = holdings(&self.spec, |group| row.columns(group));
+                blocks.count(&entry.identity, &entry.tokens, self.spec.page(), &held, Tier::Device, stored);
             }
             entry.device = stored.then_some(row);
         }
@@ -475,7 +473,7 @@ impl PrefixIndex {
             *bytes = if stored { *bytes + image.bytes() } else { *bytes - image.bytes() };
             if let Some(blocks) = &mut self.blocks {
                 let groups = &image.manifest().groups;
-                let held = holdings(&self.spec, |group| Some((groups[group].start, groups[group].columns)));
+                let held = holdings(&self.spec, |group| groups[group].columns);
                 blocks.count(&entry.identity, &entry.tokens, self.spec.page(), &held, Tier::Host, stored);
             }
             entry.host = stored.then_some(image);
@@ -489,12 +487,7 @@ impl PrefixIndex {
             let bytes = &mut self.bytes[Tier::Disk as usize];
             *bytes = if stored { *bytes + size } else { *bytes - size };
             if let Some(blocks) = &mut self.blocks {
-                let tokens = entry.tokens.len();
-                let held = holdings(&self.spec, |group| {
-                    let columns = self.spec.groups()[group].columns(tokens);
-                    let window = self.spec.groups()[group].window;
-                    Some((window.map_or(0, |window| window.start(columns + 1)), columns))
-                });
+                let held = holdings(&self.spec, |group| self.spec.groups()[group].columns(entry.tokens.len()));
                 blocks.count(&entry.identity, &entry.tokens, self.spec.page(), &held, Tier::Disk, stored);
             }
             if !stored {
@@ -518,8 +511,13 @@ impl PrefixIndex {
     }
 }
 
-/// What groups with columns hold, each as `extent` says: from which column on, and up to which.
-fn holdings(spec: &StateSpec, extent: impl Fn(usize) -> Option<(usize, usize)>) -> Vec<Holding> {
-    let groups = (0..spec.groups().len()).filter(|&group| spec.groups()[group].kind != Kind::Recurrent);
-    groups.filter_map(|group| extent(group).map(|(start, end)| Holding { group, start, end })).collect()
+/// What groups with columns hold of so many: all that the next query sees, sinks aside.
+fn holdings(spec: &StateSpec, columns: impl Fn(usize) -> usize) -> Vec<Holding> {
+    let groups = spec.groups().iter().enumerate().filter(|(_, spec)| spec.kind != Kind::Recurrent);
+    groups
+        .map(|(group, spec)| {
+            let end = columns(group);
+            Holding { group, start: spec.first_in_view(end), end }
+        })
+        .collect()
 }
