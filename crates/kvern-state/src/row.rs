@@ -51,11 +51,12 @@ enum GroupGrowth {
     Slots(slots::Growth),
 }
 
-/// Lengths at the beginning of a round.
+/// A row at the beginning of a round.
 #[derive(Debug)]
 pub(crate) struct Mark {
     pub(crate) len: usize,
     columns: Vec<usize>,
+    promised: u64,
 }
 
 impl Row {
@@ -353,7 +354,8 @@ impl Row {
     }
 
     pub(crate) fn mark(&self) -> Mark {
-        Mark { len: self.len, columns: (0..self.groups.len()).map(|group| self.columns(group)).collect() }
+        let columns = (0..self.groups.len()).map(|group| self.columns(group)).collect();
+        Mark { len: self.len, columns, promised: self.promised }
     }
 
     /// Ends a round: keeps `keep` of the tokens that came after `mark`.
@@ -370,6 +372,10 @@ impl Row {
             }
         }
         self.len = len;
+        if keep == 0 {
+            // What the round's pages were paid with, even if that was more than the row needs by now.
+            self.promised += self.pool.promise_some(mark.promised.saturating_sub(self.promised));
+        }
         self.renew();
     }
 }

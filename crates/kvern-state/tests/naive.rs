@@ -571,6 +571,23 @@ fn a_rolled_back_round_returns_its_pages_and_its_promise() {
     assert_eq!((batch.rows()[0].len(), pool.usage()), (5, before));
 }
 
+/// A row that was promised room to copy a shared tail keeps that promise through a dropped round, though nobody shares the tail any more.
+#[test]
+fn a_dropped_round_keeps_a_promise_that_is_not_needed_any_more() {
+    let pool = pool(100);
+    let mut batch = Batch::new(&pool);
+    batch.prepare_admit(vec![(pool.row(), 30)]).unwrap().commit();
+    grow(&mut batch, 1).unwrap();
+    let fork = batch.fork();
+    drop(batch.begin_round());
+    drop(fork);
+    let before = pool.usage();
+    let mut round = batch.begin_round();
+    round.prepare_append(&[9]).unwrap().commit();
+    drop(round);
+    assert_eq!(pool.usage(), before);
+}
+
 #[test]
 fn wrong_counts_change_nothing() {
     let pool = pool(100);
