@@ -16,6 +16,12 @@ pub(crate) fn model_type(source: &Source) -> Result<String, Error> {
     found.ok_or_else(|| Error::Config { field: field.into(), expected: "the model's name", found: "nothing".into() })
 }
 
+/// Checks that heads can be shared out evenly.
+pub(crate) fn check_multiple(field: &str, heads: usize, expected: &'static str, of: usize) -> Result<(), Error> {
+    let found = format!("{heads} heads for {of} key/value heads");
+    if heads.is_multiple_of(of) { Ok(()) } else { Err(Error::Config { field: field.into(), expected, found }) }
+}
+
 /// A JSON object whose fields are wanted by name and type.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Fields<'a> {

@@ -17,10 +17,11 @@ use kvern_weights::gguf::Metadata;
 use kvern_weights::{Checkpoint, Source};
 use serde_json::{Value, json};
 
-use crate::config::Fields;
+use crate::config::{Fields, check_multiple};
 use crate::gguf;
 use crate::loader::{Loader, state_codec};
 use crate::rope::Rope;
+use crate::workspace::{Widths, Workspace};
 use crate::{Error, Info, LoadOptions, Model};
 
 /// The parts of a layer that have other names in GGUF files than elsewhere.
@@ -78,10 +79,7 @@ impl Config {
         let sliding = fields.layer_types(layers, kinds, "sliding_attention or full_attention")?;
         let sliding = sliding.unwrap_or_else(|| (0..layers).map(|layer| layer % 2 == 0).collect());
         let kv_heads = fields.count("num_key_value_heads")?.unwrap_or(heads);
-        if !heads.is_multiple_of(kv_heads) {
-            let found = format!("{heads} heads for {kv_heads} key/value heads");
-            return Err(wrong("num_attention_heads", "a multiple of num_key_value_heads", found));
-        }
+        check_multiple("num_attention_heads", heads, "a multiple of num_key_value_heads", kv_heads)?;
         Ok(Self {
             hidden: fields.needed("hidden_size")?,
             layers,
@@ -130,22 +128,6 @@ struct Layer<B: Backend> {
     down: B::Linear,
     post_mlp_norm: B::Vector,
     slot: Slot,
-}
-
-/// Activations of a step: `[tokens, …]`, the last two `[outputs, …]`.
-struct Workspace<B: Backend> {
-    x: B::Tensor,
-    h: B::Tensor,
-    q: B::Tensor,
-    k: B::Tensor,
-    v: B::Tensor,
-    attended: B::Tensor,
-    gate: B::Tensor,
-    up: B::Tensor,
-    angles: B::Tensor,
-    last: B::Tensor,
-    last_norm: B::Tensor,
-    logits: B::Tensor,
 }
 
 struct Gemma2<B: Backend> {
@@ -226,22 +208,9 @@ pub(crate) fn load<B: Backend>(
         step_weight_bytes: weight_bytes,
         layer_parameters: config.layers * hidden * (2 * q_width + 2 * kv_width + 3 * ffn),
     };
-    let tokens = |width| backend.tensor(options.max_tokens, width);
-    let outputs = |width| backend.tensor(options.max_outputs.min(options.max_tokens), width);
-    let workspace = Workspace {
-        x: tokens(hidden)?,
-        h: tokens(hidden)?,
-        q: tokens(q_width)?,
-        k: tokens(kv_width)?,
-        v: tokens(kv_width)?,
-        attended: tokens(q_width)?,
-        gate: tokens(ffn)?,
-        up: tokens(ffn)?,
-        angles: tokens(config.rope.dims)?,
-        last: outputs(hidden)?,
-        last_norm: outputs(hidden)?,
-        logits: outputs(config.vocab)?,
-    };
+    let widths =
+        Widths { hidden, q: q_width, kv: kv_width, intermediate: ffn, angles: config.rope.dims, vocab: config.vocab };
+    let workspace = Workspace::new(backend, options, &widths)?;
     let frequencies = backend.vector(&config.rope.frequencies())?;
     Ok(Box::new(Gemma2 { config, info, embed, norm, layers, frequencies, workspace }))
 }
@@ -253,15 +222,7 @@ impl<B: Backend> Model<B> for Gemma2<B> {
 
     fn forward(&mut self, backend: &B, step: &B::Step, pages: &mut B::Pages) -> Result<&B::Tensor, Error> {
         let Self { config, workspace: w, .. } = self;
-        let plan = backend.plan(step);
-        for tensor in
-            [&mut w.x, &mut w.h, &mut w.q, &mut w.k, &mut w.v, &mut w.attended, &mut w.gate, &mut w.up, &mut w.angles]
-        {
-            backend.resize(tensor, plan.tokens.len())?;
-        }
-        for tensor in [&mut w.last, &mut w.last_norm, &mut w.logits] {
-            backend.resize(tensor, plan.outputs.len())?;
-        }
+        w.resize(backend, step)?;
         backend.embed(step, &self.embed, (config.hidden as f32).sqrt(), &mut w.x)?;
         backend.rope_angles(step, &self.frequencies, config.rope.attention_factor(), &mut w.angles)?;
         let (scale, softcap) = (config.scale, config.score_cap);
@@ -281,9 +242,7 @@ impl<B: Backend> Model<B> for Gemma2<B> {
             backend.project(&w.gate, &mut [(&layer.down, &mut w.h)])?;
             backend.rms_norm_add(&w.h, &layer.post_mlp_norm, config.eps, &mut w.x)?;
         }
-        backend.outputs(step, &w.x, &mut w.last)?;
-        backend.rms_norm(&w.last, &self.norm, config.eps, &mut w.last_norm)?;
-        backend.project(&w.last_norm, &mut [(&self.embed, &mut w.logits)])?;
+        w.head(backend, step, &self.norm, config.eps, &self.embed)?;
         if let Some(cap) = config.logit_cap {
             backend.softcap(cap, &mut w.logits)?;
         }

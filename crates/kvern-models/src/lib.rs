@@ -27,6 +27,7 @@ mod llama;
 mod loader;
 mod qwen3_5;
 pub mod rope;
+mod workspace;
 
 use std::ops::ControlFlow;
 

@@ -19,10 +19,11 @@ use kvern_weights::gguf::Metadata;
 use kvern_weights::{Checkpoint, Source};
 use serde_json::Value;
 
-use crate::config::{Fields, model_type};
+use crate::config::{Fields, check_multiple, model_type};
 use crate::gguf;
 use crate::loader::{Loader, state_codec};
 use crate::rope::{Rope, Scaling};
+use crate::workspace::{Widths, Workspace};
 use crate::{Error, Info, LoadOptions, Model};
 
 /// The shapes and switches of one model of the family.
@@ -99,18 +100,6 @@ impl Config {
         Ok(config)
     }
 
-    fn check(&self) -> Result<(), Error> {
-        if !self.heads.is_multiple_of(self.kv_heads) {
-            let found = format!("{} heads for {} key/value heads", self.heads, self.kv_heads);
-            return Err(Error::Config {
-                field: "num_attention_heads".into(),
-                expected: "a multiple of num_key_value_heads",
-                found,
-            });
-        }
-        Ok(())
-    }
-
     /// File row of each row of a Q or K weight with `heads` heads, if the file's rows are interleaved.
     fn order(&self, heads: usize) -> Option<Vec<u32>> {
         let half = self.rope.dims / 2;
@@ -142,22 +131,6 @@ struct Layer<B: Backend> {
     down: B::Linear,
 }
 
-/// Activations of a step: `[tokens, …]`, the last two `[outputs, …]`.
-struct Workspace<B: Backend> {
-    x: B::Tensor,
-    h: B::Tensor,
-    q: B::Tensor,
-    k: B::Tensor,
-    v: B::Tensor,
-    attended: B::Tensor,
-    gate: B::Tensor,
-    up: B::Tensor,
-    angles: B::Tensor,
-    last: B::Tensor,
-    last_norm: B::Tensor,
-    logits: B::Tensor,
-}
-
 struct Llama<B: Backend> {
     config: Config,
     info: Info,
@@ -182,7 +155,7 @@ pub(crate) fn load<B: Backend>(
         Source::Directory { config, .. } => Config::from_json(&architecture, config)?,
         Source::Gguf(metadata) => Config::from_gguf(&architecture, metadata, &checkpoint)?,
     };
-    config.check()?;
+    check_multiple("num_attention_heads", config.heads, "a multiple of num_key_value_heads", config.kv_heads)?;
     let fingerprint = checkpoint.fingerprint();
     if matches!(checkpoint.source(), Source::Gguf(_)) {
         checkpoint.rename(|name| gguf::tensor(name, &[]))?;
@@ -259,22 +232,15 @@ pub(crate) fn load<B: Backend>(
         step_weight_bytes: layer_bytes + if tied { embed_bytes } else { head_bytes },
         layer_parameters,
     };
-    let tokens = |width| backend.tensor(options.max_tokens, width);
-    let outputs = |width| backend.tensor(options.max_outputs.min(options.max_tokens), width);
-    let workspace = Workspace {
-        x: tokens(hidden)?,
-        h: tokens(hidden)?,
-        q: tokens(q_width)?,
-        k: tokens(kv_width)?,
-        v: tokens(kv_width)?,
-        attended: tokens(q_width)?,
-        gate: tokens(config.intermediate)?,
-        up: tokens(config.intermediate)?,
-        angles: tokens(config.rope.dims)?,
-        last: outputs(hidden)?,
-        last_norm: outputs(hidden)?,
-        logits: outputs(config.vocab)?,
+    let widths = Widths {
+        hidden,
+        q: q_width,
+        kv: kv_width,
+        intermediate: config.intermediate,
+        angles: config.rope.dims,
+        vocab: config.vocab,
     };
+    let workspace = Workspace::new(backend, options, &widths)?;
     let frequencies = backend.vector(&config.rope.frequencies())?;
     Ok(Box::new(Llama { config, info, embed, head, norm, layers, slots, frequencies, workspace }))
 }
@@ -286,15 +252,7 @@ impl<B: Backend> Model<B> for Llama<B> {
 
     fn forward(&mut self, backend: &B, step: &B::Step, pages: &mut B::Pages) -> Result<&B::Tensor, Error> {
         let Self { config, workspace: w, .. } = self;
-        let plan = backend.plan(step);
-        for tensor in
-            [&mut w.x, &mut w.h, &mut w.q, &mut w.k, &mut w.v, &mut w.attended, &mut w.gate, &mut w.up, &mut w.angles]
-        {
-            backend.resize(tensor, plan.tokens.len())?;
-        }
-        for tensor in [&mut w.last, &mut w.last_norm, &mut w.logits] {
-            backend.resize(tensor, plan.outputs.len())?;
-        }
+        w.resize(backend, step)?;
         backend.embed(step, &self.embed, 1.0, &mut w.x)?;
         backend.rope_angles(step, &self.frequencies, config.rope.attention_factor(), &mut w.angles)?;
         for (layer, &slot) in self.layers.iter().zip(&self.slots) {
@@ -316,10 +274,8 @@ impl<B: Backend> Model<B> for Llama<B> {
             backend.gate(Activation::Silu, &mut w.gate, &w.up)?;
             backend.project_add(&w.gate, &layer.down, &mut w.x)?;
         }
-        backend.outputs(step, &w.x, &mut w.last)?;
-        backend.rms_norm(&w.last, &self.norm, config.eps, &mut w.last_norm)?;
         let head = self.head.as_ref().unwrap_or(&self.embed);
-        backend.project(&w.last_norm, &mut [(head, &mut w.logits)])?;
+        w.head(backend, step, &self.norm, config.eps, head)?;
         Ok(&w.logits)
     }
 }

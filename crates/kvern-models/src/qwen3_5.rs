@@ -25,9 +25,10 @@ use kvern_weights::{Checkpoint, Source};
 use serde_json::Value;
 
 use self::mtp::Mtp;
-use crate::config::Fields;
+use crate::config::{Fields, check_multiple};
 use crate::loader::{Loader, state_codec};
 use crate::rope::Rope;
+use crate::workspace::{self, Widths};
 use crate::{Error, Info, LoadOptions, Model};
 
 /// The shapes of a model.
@@ -64,16 +65,12 @@ impl Config {
         let kinds = ["full_attention", "linear_attention"];
         let attends = fields.layer_types(layers, kinds, "full_attention or linear_attention")?;
         let attends = attends.unwrap_or_else(|| (1..=layers).map(|layer| layer % interval == 0).collect());
-        let multiple = |field: &str, heads: usize, of: usize| {
-            let found = format!("{heads} for {of}");
-            if heads.is_multiple_of(of) { Ok(()) } else { Err(wrong(field, "a multiple of the key heads", found)) }
-        };
         let heads = fields.needed("num_attention_heads")?;
         let kv_heads = fields.count("num_key_value_heads")?.unwrap_or(heads);
-        multiple("num_attention_heads", heads, kv_heads)?;
+        check_multiple("num_attention_heads", heads, "a multiple of num_key_value_heads", kv_heads)?;
         let (key_heads, value_heads) =
             (fields.needed("linear_num_key_heads")?, fields.needed("linear_num_value_heads")?);
-        multiple("linear_num_value_heads", value_heads, key_heads)?;
+        check_multiple("linear_num_value_heads", value_heads, "a multiple of linear_num_key_heads", key_heads)?;
         if fields.flag("attn_output_gate")? == Some(false) {
             return Err(wrong("attn_output_gate", "true", "false".into()));
         }
@@ -165,29 +162,17 @@ struct Layer<B: Backend> {
     down: B::Linear,
 }
 
-/// Activations of a step: `[tokens, …]`, the last three `[outputs, …]`.
+/// Activations of a step: those of every decoder, the gate of full attention, and what a delta net needs; all `[tokens, …]`.
 struct Workspace<B: Backend> {
-    x: B::Tensor,
-    h: B::Tensor,
-    angles: B::Tensor,
-    /// Of full attention.
-    q: B::Tensor,
-    k: B::Tensor,
-    v: B::Tensor,
+    base: workspace::Workspace<B>,
     q_gate: B::Tensor,
-    attended: B::Tensor,
-    /// Of a delta net: queries, keys and values before and after the convolution.
+    /// Queries, keys and values before and after the convolution.
     raw: [B::Tensor; 3],
     convolved: [B::Tensor; 3],
     z: B::Tensor,
     decay: B::Tensor,
     beta: B::Tensor,
     read: B::Tensor,
-    gate: B::Tensor,
-    up: B::Tensor,
-    last: B::Tensor,
-    last_norm: B::Tensor,
-    logits: B::Tensor,
 }
 
 struct Qwen35<B: Backend> {
@@ -360,27 +345,17 @@ pub(crate) fn load<B: Backend>(
         layer_parameters: config.attends.iter().map(mixer_parameters).sum::<usize>() + config.layers * 3 * hidden * ffn,
     };
     let tokens = |width| backend.tensor(options.max_tokens, width);
-    let outputs = |width| backend.tensor(options.max_outputs.min(options.max_tokens), width);
+    let widths =
+        Widths { hidden, q: q_width, kv: kv_width, intermediate: ffn, angles: config.rope.dims, vocab: config.vocab };
     let workspace = Workspace {
-        x: tokens(hidden)?,
-        h: tokens(hidden)?,
-        angles: tokens(config.rope.dims)?,
-        q: tokens(q_width)?,
-        k: tokens(kv_width)?,
-        v: tokens(kv_width)?,
+        base: workspace::Workspace::new(backend, options, &widths)?,
         q_gate: tokens(q_width)?,
-        attended: tokens(q_width)?,
         raw: [tokens(keys)?, tokens(keys)?, tokens(values)?],
         convolved: [tokens(keys)?, tokens(keys)?, tokens(values)?],
         z: tokens(values)?,
         decay: tokens(config.value_heads)?,
         beta: tokens(config.value_heads)?,
         read: tokens(values)?,
-        gate: tokens(ffn)?,
-        up: tokens(ffn)?,
-        last: outputs(hidden)?,
-        last_norm: outputs(hidden)?,
-        logits: outputs(config.vocab)?,
     };
     let frequencies = backend.vector(&config.rope.frequencies())?;
     let dim = config.key_dim as f32;
@@ -395,7 +370,7 @@ fn is_vision(name: &str) -> bool {
 }
 
 impl<B: Backend> Layer<B> {
-    /// Adds the layer's mixer and its feed-forward part to `w.x`.
+    /// Adds the layer's mixer and its feed-forward part to `w.base.x`.
     fn run(
         &self,
         backend: &B,
@@ -404,15 +379,15 @@ impl<B: Backend> Layer<B> {
         (config, lengths): (&Config, &[B::Vector; 2]),
         w: &mut Workspace<B>,
     ) -> Result<(), Error> {
-        backend.rms_norm(&w.x, &self.input_norm, config.eps, &mut w.h)?;
+        backend.rms_norm(&w.base.x, &self.input_norm, config.eps, &mut w.base.h)?;
         match &self.mixer {
             Mixer::Full(full) => full.run(backend, step, pages, self.slot, config, w)?,
             Mixer::Delta(delta) => delta.run(backend, step, pages, self.slot, (config, lengths), w)?,
         }
-        backend.rms_norm(&w.x, &self.post_norm, config.eps, &mut w.h)?;
-        backend.project(&w.h, &mut [(&self.gate, &mut w.gate), (&self.up, &mut w.up)])?;
-        backend.gate(Activation::Silu, &mut w.gate, &w.up)?;
-        Ok(backend.project_add(&w.gate, &self.down, &mut w.x)?)
+        backend.rms_norm(&w.base.x, &self.post_norm, config.eps, &mut w.base.h)?;
+        backend.project(&w.base.h, &mut [(&self.gate, &mut w.base.gate), (&self.up, &mut w.base.up)])?;
+        backend.gate(Activation::Silu, &mut w.base.gate, &w.base.up)?;
+        Ok(backend.project_add(&w.base.gate, &self.down, &mut w.base.x)?)
     }
 
     fn linears(&self) -> Vec<&B::Linear> {
@@ -441,18 +416,23 @@ impl<B: Backend> Full<B> {
     ) -> Result<(), Error> {
         let scale = (config.head_dim as f32).sqrt().recip();
         backend.project(
-            &w.h,
-            &mut [(&self.q, &mut w.q), (&self.gate, &mut w.q_gate), (&self.k, &mut w.k), (&self.v, &mut w.v)],
+            &w.base.h,
+            &mut [
+                (&self.q, &mut w.base.q),
+                (&self.gate, &mut w.q_gate),
+                (&self.k, &mut w.base.k),
+                (&self.v, &mut w.base.v),
+            ],
         )?;
-        backend.rms_norm_in_place(&mut w.q, &self.q_norm, config.eps)?;
-        backend.rms_norm_in_place(&mut w.k, &self.k_norm, config.eps)?;
-        backend.rope(&mut w.q, &w.angles, config.head_dim)?;
-        backend.rope(&mut w.k, &w.angles, config.head_dim)?;
-        backend.append(step, pages, slot, &[&w.k, &w.v])?;
+        backend.rms_norm_in_place(&mut w.base.q, &self.q_norm, config.eps)?;
+        backend.rms_norm_in_place(&mut w.base.k, &self.k_norm, config.eps)?;
+        backend.rope(&mut w.base.q, &w.base.angles, config.head_dim)?;
+        backend.rope(&mut w.base.k, &w.base.angles, config.head_dim)?;
+        backend.append(step, pages, slot, &[&w.base.k, &w.base.v])?;
         let attention = Attention { slot, heads: config.heads, scale, softcap: None };
-        backend.attend(step, pages, attention, None, &w.q, &mut w.attended)?;
-        backend.gate(Activation::Sigmoid, &mut w.q_gate, &w.attended)?;
-        Ok(backend.project_add(&w.q_gate, &self.o, &mut w.x)?)
+        backend.attend(step, pages, attention, None, &w.base.q, &mut w.base.attended)?;
+        backend.gate(Activation::Sigmoid, &mut w.q_gate, &w.base.attended)?;
+        Ok(backend.project_add(&w.q_gate, &self.o, &mut w.base.x)?)
     }
 }
 
@@ -470,7 +450,7 @@ impl<B: Backend> Delta<B> {
         let [(q, _), (k, _), (v, _)] = &self.inputs;
         let [raw_q, raw_k, raw_v] = &mut w.raw;
         backend.project(
-            &w.h,
+            &w.base.h,
             &mut [
                 (q, raw_q),
                 (k, raw_k),
@@ -499,20 +479,17 @@ impl<B: Backend> Delta<B> {
         backend.delta_rule(step, pages, rule, inputs, &mut w.read)?;
         backend.rms_norm_in_place(&mut w.read, &self.norm, config.eps)?;
         backend.gate(Activation::Silu, &mut w.z, &w.read)?;
-        Ok(backend.project_add(&w.z, &self.o, &mut w.x)?)
+        Ok(backend.project_add(&w.z, &self.o, &mut w.base.x)?)
     }
 }
 
 impl<B: Backend> Workspace<B> {
-    fn resize(&mut self, backend: &B, tokens: usize, outputs: usize) -> Result<(), Error> {
-        let own = [&mut self.x, &mut self.h, &mut self.angles, &mut self.q, &mut self.k, &mut self.v, &mut self.q_gate];
-        let more = [&mut self.attended, &mut self.z, &mut self.decay, &mut self.beta, &mut self.read, &mut self.gate];
-        let convolved = self.raw.iter_mut().chain(&mut self.convolved);
-        for tensor in own.into_iter().chain(more).chain(convolved).chain([&mut self.up]) {
+    fn resize(&mut self, backend: &B, step: &B::Step) -> Result<(), Error> {
+        self.base.resize(backend, step)?;
+        let tokens = backend.plan(step).tokens.len();
+        let own = [&mut self.q_gate, &mut self.z, &mut self.decay, &mut self.beta, &mut self.read];
+        for tensor in own.into_iter().chain(&mut self.raw).chain(&mut self.convolved) {
             backend.resize(tensor, tokens)?;
-        }
-        for tensor in [&mut self.last, &mut self.last_norm, &mut self.logits] {
-            backend.resize(tensor, outputs)?;
         }
         Ok(())
     }
@@ -525,23 +502,20 @@ impl<B: Backend> Model<B> for Qwen35<B> {
 
     fn forward(&mut self, backend: &B, step: &B::Step, pages: &mut B::Pages) -> Result<&B::Tensor, Error> {
         let Self { config, workspace: w, .. } = self;
-        let plan = backend.plan(step);
-        w.resize(backend, plan.tokens.len(), plan.outputs.len())?;
-        backend.embed(step, &self.embed, 1.0, &mut w.x)?;
-        backend.rope_angles(step, &self.frequencies, config.rope.attention_factor(), &mut w.angles)?;
+        w.resize(backend, step)?;
+        backend.embed(step, &self.embed, 1.0, &mut w.base.x)?;
+        backend.rope_angles(step, &self.frequencies, config.rope.attention_factor(), &mut w.base.angles)?;
         for layer in &self.layers {
             layer.run(backend, step, pages, (config, &self.lengths), w)?;
         }
         if let Some(mtp) = &mut self.mtp {
             // The head takes the normed hidden state of every token.
-            backend.rms_norm(&w.x, &self.norm, config.eps, &mut w.h)?;
-            mtp.carry(backend, step, pages, &w.h)?;
+            backend.rms_norm(&w.base.x, &self.norm, config.eps, &mut w.base.h)?;
+            mtp.carry(backend, step, pages, &w.base.h)?;
         }
-        backend.outputs(step, &w.x, &mut w.last)?;
-        backend.rms_norm(&w.last, &self.norm, config.eps, &mut w.last_norm)?;
         let head = self.head.as_ref().unwrap_or(&self.embed);
-        backend.project(&w.last_norm, &mut [(head, &mut w.logits)])?;
-        Ok(&w.logits)
+        w.base.head(backend, step, &self.norm, config.eps, head)?;
+        Ok(&w.base.logits)
     }
 
     fn draft(
@@ -553,13 +527,12 @@ impl<B: Backend> Model<B> for Qwen35<B> {
     ) -> Result<Option<&B::Tensor>, Error> {
         let Self { config, workspace: w, mtp: Some(mtp), .. } = self else { return Ok(None) };
         if guess > 0 {
-            let plan = backend.plan(step);
-            w.resize(backend, plan.tokens.len(), plan.outputs.len())?;
-            backend.rope_angles(step, &self.frequencies, config.rope.attention_factor(), &mut w.angles)?;
+            w.resize(backend, step)?;
+            backend.rope_angles(step, &self.frequencies, config.rope.attention_factor(), &mut w.base.angles)?;
         }
         mtp.run(backend, step, pages, (config, &self.embed, &self.lengths), guess, w)?;
         let head = self.head.as_ref().unwrap_or(&self.embed);
-        backend.project(&w.last_norm, &mut [(head, &mut w.logits)])?;
-        Ok(Some(&w.logits))
+        backend.project(&w.base.last_norm, &mut [(head, &mut w.base.logits)])?;
+        Ok(Some(&w.base.logits))
     }
 }

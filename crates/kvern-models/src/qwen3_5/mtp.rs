@@ -110,7 +110,7 @@ impl<B: Backend> Mtp<B> {
         Ok(backend.convolve(step, pages, (self.carry, 0), &self.shift, hidden, &mut self.shifted)?)
     }
 
-    /// Runs the head, and leaves its normed output at the step's outputs in `w.last_norm`.
+    /// Runs the head, and leaves its normed output at the step's outputs in `w.base.last_norm`.
     pub(super) fn run(
         &mut self,
         backend: &B,
@@ -129,13 +129,13 @@ impl<B: Backend> Mtp<B> {
             backend.convolve(step, pages, (self.carry, 0), &self.shift, &self.embedded, &mut self.shifted)?;
         }
         let hidden = if guess < 2 { &self.shifted } else { &self.out };
-        backend.rms_norm(hidden, &self.hidden_norm, config.eps, &mut w.h)?;
+        backend.rms_norm(hidden, &self.hidden_norm, config.eps, &mut w.base.h)?;
         backend.rms_norm_in_place(&mut self.embedded, &self.embed_norm, config.eps)?;
-        backend.project(&self.embedded, &mut [(&self.fc_embed, &mut w.x)])?;
-        backend.project_add(&w.h, &self.fc_hidden, &mut w.x)?;
+        backend.project(&self.embedded, &mut [(&self.fc_embed, &mut w.base.x)])?;
+        backend.project_add(&w.base.h, &self.fc_hidden, &mut w.base.x)?;
         self.layer.run(backend, step, pages, (config, lengths), w)?;
         backend.resize(&mut self.out, tokens)?;
-        backend.rms_norm(&w.x, &self.norm, config.eps, &mut self.out)?;
-        Ok(backend.outputs(step, &self.out, &mut w.last_norm)?)
+        backend.rms_norm(&w.base.x, &self.norm, config.eps, &mut self.out)?;
+        Ok(backend.outputs(step, &self.out, &mut w.base.last_norm)?)
     }
 }
