@@ -5,7 +5,8 @@
 //! backend is tested against it.
 //!
 //! **Why.** One graph per model, whatever runs it. Verbs are as large as pays: a backend overrides a composed verb where fusing
-//! helps, and inherits the composition otherwise.
+//! helps, and inherits the composition otherwise. A device that works on its own time enqueues what a verb means; the caller waits for it only
+//! where values come back to the host ([`Backend::download`], [`Backend::drawn`], [`Backend::export`]).
 //!
 //! **Invariants.** Rows of a tensor never meet: what a verb writes into row `i` depends on row `i` of its inputs and on that
 //! row's state alone, and its rounding depends neither on the number of rows nor on the number of threads. Verbs on tensors
@@ -209,6 +210,15 @@ pub enum Activation {
     GeluTanh,
 }
 
+/// What a device can do at most, measured.
+#[derive(Debug, Clone, Copy)]
+pub struct Limits {
+    /// Memory read, in 10^9 bytes per second.
+    pub read_gb_s: f64,
+    /// Multiply-adds of the kind that products of packed weights use, in 10^9 operations per second (a multiply-add is two).
+    pub dot_gops: f64,
+}
+
 /// One plane of one layer of a group.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Part {
@@ -236,6 +246,18 @@ pub trait Backend: Send + Sync + 'static {
 
     /// The device and kernel set in words, for logs and reports.
     fn describe(&self) -> String;
+    /// The same as names and values, for reports that machines read.
+    fn facts(&self) -> Vec<(&'static str, String)> {
+        Vec::new()
+    }
+    /// Measures the device's limits, if the backend knows how.
+    fn limits(&self) -> Result<Option<Limits>, Error> {
+        Ok(None)
+    }
+    /// Bytes that state can take on a device with memory of its own; a backend that lives in the host's memory does not say.
+    fn free_memory(&self) -> Result<Option<u64>, Error> {
+        Ok(None)
+    }
 
     /// Packs a weight matrix, and the bias that is added to its product.
     fn linear(&self, weight: Weight, bias: Option<Weight>) -> Result<Self::Linear, Error>;
@@ -254,6 +276,22 @@ pub trait Backend: Send + Sync + 'static {
     fn begin(&self, plan: StepPlan, pages: &mut Self::Pages) -> Result<Self::Step, Error>;
     /// The plan behind a step.
     fn plan<'a>(&self, step: &'a Self::Step) -> &'a StepPlan;
+    /// Rows of a step's tensors: (tokens, outputs). A backend that keeps recorded steps of a few sizes rounds them up; what is in the rows beyond the
+    /// plan's means nothing.
+    fn rows(&self, step: &Self::Step) -> (usize, usize) {
+        let plan = self.plan(step);
+        (plan.tokens.len(), plan.outputs.len())
+    }
+    /// Runs the verbs of a step. The list must depend on nothing but the model and [`Self::rows`]: a backend may record what the verbs enqueue and play it
+    /// again for the next step of the same size, in which the verbs check their operands and do nothing else.
+    fn run<E: From<Error>>(
+        &self,
+        _step: &Self::Step,
+        pages: &mut Self::Pages,
+        mut verbs: impl FnMut(&mut Self::Pages) -> Result<(), E>,
+    ) -> Result<(), E> {
+        verbs(pages)
+    }
 
     /// `out[t] = scale * table[token t]`: rows of a weight matrix.
     fn embed(&self, step: &Self::Step, table: &Self::Linear, scale: f32, out: &mut Self::Tensor) -> Result<(), Error>;
@@ -273,6 +311,27 @@ pub trait Backend: Send + Sync + 'static {
     fn project(&self, x: &Self::Tensor, outs: &mut [(&Self::Linear, &mut Self::Tensor)]) -> Result<(), Error>;
     /// `acc += x · weightᵀ + bias`.
     fn project_add(&self, x: &Self::Tensor, weight: &Self::Linear, acc: &mut Self::Tensor) -> Result<(), Error>;
+    /// [`Self::rms_norm`] of `x`, projected; what is left in `h` is not specified.
+    fn project_norm(
+        &self,
+        x: &Self::Tensor,
+        (norm, eps): (&Self::Vector, f32),
+        h: &mut Self::Tensor,
+        outs: &mut [(&Self::Linear, &mut Self::Tensor)],
+    ) -> Result<(), Error> {
+        self.rms_norm(x, norm, eps, h)?;
+        self.project(h, outs)
+    }
+    /// `acc += (activation(gate) * up) · weightᵀ + bias`; what is left in `gate` is not specified.
+    fn project_gate_add(
+        &self,
+        (activation, gate, up): (Activation, &mut Self::Tensor, &Self::Tensor),
+        weight: &Self::Linear,
+        acc: &mut Self::Tensor,
+    ) -> Result<(), Error> {
+        self.gate(activation, gate, up)?;
+        self.project_add(gate, weight, acc)
+    }
     /// The rotations of the step's positions: `out[t] = scale * [cos(p f_0) … cos(p f_n) sin(p f_0) … sin(p f_n)]`.
     fn rope_angles(
         &self,
@@ -334,6 +393,20 @@ pub trait Backend: Send + Sync + 'static {
     fn softcap(&self, cap: f32, x: &mut Self::Tensor) -> Result<(), Error>;
     /// `out[i] = x[outputs[i]]`: the rows whose logits the step wants.
     fn outputs(&self, step: &Self::Step, x: &Self::Tensor, out: &mut Self::Tensor) -> Result<(), Error>;
+
+    /// Whether the backend draws tokens by itself, so that the next step may follow before the host knows them.
+    fn draws(&self) -> bool {
+        false
+    }
+    /// Draws a token from each row of logits for which the plan says how.
+    fn draw(&self, _step: &Self::Step, _logits: &Self::Tensor) -> Result<(), Error> {
+        Ok(())
+    }
+    /// The tokens drawn by the oldest step that was not asked yet, waiting for it: one for each output of its plan, of which those that the caller draws
+    /// mean nothing.
+    fn drawn(&self) -> Result<Vec<u32>, Error> {
+        Ok(Vec::new())
+    }
 
     /// Copies values from the host over a tensor's rows.
     fn upload(&self, values: &[f32], tensor: &mut Self::Tensor) -> Result<(), Error>;

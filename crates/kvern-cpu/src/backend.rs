@@ -3,7 +3,9 @@
 use std::ops::Range;
 use std::sync::{Mutex, PoisonError};
 
-use kvern_backend::{Activation, Attention, Backend, DeltaInputs, DeltaRule, Error as BackendError, Part, Slot};
+use kvern_backend::{
+    Activation, Attention, Backend, DeltaInputs, DeltaRule, Error as BackendError, Limits, Part, Slot,
+};
 use kvern_base::AllocError;
 use kvern_state::{StateSpec, StepPlan, Table};
 use kvern_weights::Tensor as Weight;
@@ -13,7 +15,7 @@ use crate::pack::{Body, Linear};
 use crate::pages::Pages;
 use crate::pool::Pool;
 use crate::quantize::{GROUP, Quantized};
-use crate::{KernelSet, Tensor, attention, elementwise, isa, matmul, recurrent};
+use crate::{KernelSet, Tensor, attention, elementwise, isa, limits, matmul, recurrent};
 
 /// How a [`Cpu`] is made.
 #[derive(Debug, Clone, Default)]
@@ -117,6 +119,14 @@ impl Backend for Cpu {
     fn describe(&self) -> String {
         let exact = if self.exact { ", exact f32" } else { "" };
         format!("cpu ({}, {} threads{exact})", self.set.name(), self.pool.threads())
+    }
+
+    fn facts(&self) -> Vec<(&'static str, String)> {
+        vec![("isa", self.set.name().into()), ("threads", self.pool.threads().to_string())]
+    }
+
+    fn limits(&self) -> Result<Option<Limits>, BackendError> {
+        Ok(Some(limits::measure(self)?))
     }
 
     fn linear(&self, weight: Weight, bias: Option<Weight>) -> Result<Linear, BackendError> {

@@ -19,7 +19,7 @@ pub mod attention;
 mod backend;
 pub mod elementwise;
 pub mod isa;
-pub mod limits;
+mod limits;
 pub mod matmul;
 pub mod pack;
 pub mod pages;

@@ -3,6 +3,7 @@
 use std::hint::black_box;
 use std::time::{Duration, Instant};
 
+use kvern_backend::Limits;
 use kvern_base::{AllocError, Buffer};
 
 use crate::Cpu;
@@ -11,34 +12,20 @@ use crate::isa::{Isa, Kernel};
 /// Bytes that the reading test streams: far past any cache of one machine's share.
 const STREAM: usize = 512 << 20;
 
-/// The machine's limits with one backend's threads and instruction set.
-#[derive(Debug, Clone, Copy)]
-pub struct Limits {
-    /// Memory read by all threads, in 10^9 bytes per second.
-    pub read_gb_s: f64,
-    /// Integer multiply-adds in registers, in 10^9 operations per second (a multiply-add is two).
-    pub dot_gops: f64,
-}
-
-impl Limits {
-    /// Measures both; takes about half a second.
-    ///
-    /// # Errors
-    /// [`AllocError`] when there is no memory for the reading test.
-    pub fn measure(cpu: &Cpu) -> Result<Self, AllocError> {
-        let mut stream = Buffer::zeroed(STREAM)?;
-        // Written once, so that every page exists.
-        stream.view_mut::<u64>().iter_mut().step_by(512).for_each(|word| *word = 1);
-        let blocks = stream.bytes().as_chunks::<64>().0;
-        let read = best(3, || {
-            cpu.pool().run(blocks.len(), 1 << 14, |range| cpu.set().run(Sum { blocks: &blocks[range] }));
-        });
-        const ROUNDS: usize = 1 << 20;
-        let threads = cpu.pool().threads();
-        let dot = best(3, || cpu.pool().run(threads, 1, |_| cpu.set().run(Dots { rounds: ROUNDS })));
-        let operations = (threads * ROUNDS * CHAINS * 64 * 2) as f64;
-        Ok(Self { read_gb_s: STREAM as f64 / read.as_secs_f64() / 1e9, dot_gops: operations / dot.as_secs_f64() / 1e9 })
-    }
+/// Measures both limits, with all threads of a backend: reading memory, and integer dot products in registers. Takes about half a second.
+pub(crate) fn measure(cpu: &Cpu) -> Result<Limits, AllocError> {
+    let mut stream = Buffer::zeroed(STREAM)?;
+    // Written once, so that every page exists.
+    stream.view_mut::<u64>().iter_mut().step_by(512).for_each(|word| *word = 1);
+    let blocks = stream.bytes().as_chunks::<64>().0;
+    let read = best(3, || {
+        cpu.pool().run(blocks.len(), 1 << 14, |range| cpu.set().run(Sum { blocks: &blocks[range] }));
+    });
+    const ROUNDS: usize = 1 << 20;
+    let threads = cpu.pool().threads();
+    let dot = best(3, || cpu.pool().run(threads, 1, |_| cpu.set().run(Dots { rounds: ROUNDS })));
+    let operations = (threads * ROUNDS * CHAINS * 64 * 2) as f64;
+    Ok(Limits { read_gb_s: STREAM as f64 / read.as_secs_f64() / 1e9, dot_gops: operations / dot.as_secs_f64() / 1e9 })
 }
 
 fn best(times: usize, mut run: impl FnMut()) -> Duration {

@@ -4,8 +4,9 @@ use std::collections::{BTreeSet, VecDeque};
 
 use kvern_backend::Backend;
 use kvern_models::{Info, Model};
-use kvern_state::{Batch, Demand, Identity, Kind, Limits, Pool, PrefixIndex, Usage};
+use kvern_state::{Batch, Demand, Identity, Kind, Limits, Pending, Pool, PrefixIndex, StepPlan, Usage};
 
+use crate::executor::{Executor, Loaded};
 use crate::sampler::{Sampled, Sampling, sample};
 use crate::{Error, memory};
 
@@ -98,8 +99,10 @@ pub struct Event {
 #[derive(Debug)]
 pub(crate) struct Sequence {
     id: RequestId,
-    /// Prompt and generated tokens. The row holds all of them but those still to be processed.
+    /// Prompt and generated tokens, as far as they are known. The row holds all of them but those still to be processed.
     pub(crate) tokens: Vec<u32>,
+    /// The output of the step in flight from which one more token is drawn.
+    awaits: Option<u32>,
     prompt: usize,
     limit: usize,
     sampling: Sampling,
@@ -110,11 +113,30 @@ pub(crate) struct Sequence {
     cached: usize,
 }
 
+/// A step that was begun and whose tokens were not looked at: one for each output, in the plan's order.
+struct Flight {
+    requests: Vec<RequestId>,
+    /// Whether the backend draws the token.
+    drawn: Vec<bool>,
+}
+
+impl Flight {
+    /// Whether another step can be begun before its tokens are known.
+    fn ahead(&self) -> bool {
+        self.drawn.iter().all(|&drawn| drawn)
+    }
+}
+
 /// A model with its state and running requests.
-pub struct Engine<B: Backend> {
-    pub(crate) backend: B,
-    model: Box<dyn Model<B>>,
-    pub(crate) pages: B::Pages,
+///
+/// Where the backend draws tokens by itself, the engine runs one step ahead of what it knows: a step takes tokens that the one before it is still drawing. A
+/// row that turns out to have ended has then computed one token for nothing, and nobody sees it.
+pub struct Engine {
+    pub(crate) executor: Box<dyn Executor>,
+    /// Steps begun, oldest first.
+    flights: VecDeque<Flight>,
+    /// What happened and was not told yet.
+    events: Vec<Event>,
     pub(crate) batch: Batch,
     pub(crate) running: Vec<Sequence>,
     waiting: VecDeque<Sequence>,
@@ -126,34 +148,59 @@ pub struct Engine<B: Backend> {
     next: u64,
 }
 
-impl<B: Backend> Engine<B> {
+impl Engine {
     /// An engine without requests.
     ///
     /// # Errors
     /// The backend's, for page storage, or the system's, for the directory of checkpoints.
-    pub fn new(backend: B, model: Box<dyn Model<B>>, mut options: EngineOptions) -> Result<Self, Error> {
+    pub fn new<B: Backend>(backend: B, model: Box<dyn Model<B>>, mut options: EngineOptions) -> Result<Self, Error> {
         // Every row that generates takes a token of the step.
         options.max_rows = options.max_rows.min(options.max_tokens);
-        let free = || memory::available().map_or(UNKNOWN_MEMORY, |bytes| (bytes as f64 * STATE_SHARE) as u64);
-        let pool = Pool::new(model.info().spec.clone(), options.state_memory.unwrap_or_else(free));
+        let free = match backend.free_memory()? {
+            Some(bytes) => Some(bytes),
+            None => memory::available(),
+        };
+        let share = || free.map_or(UNKNOWN_MEMORY, |bytes| (bytes as f64 * STATE_SHARE) as u64);
+        let info = model.info();
+        let pool = Pool::new(info.spec.clone(), options.state_memory.unwrap_or_else(share));
         let pages = backend.pages(pool.spec())?;
-        let context = options.context.map_or(model.info().context, |context| context.min(model.info().context));
+        let context = options.context.map_or(info.context, |context| context.min(info.context));
         let device = options.prefixes.device.min(pool.usage().budget / 2);
         let index = PrefixIndex::new(pool.spec(), Limits { device, ..options.prefixes.clone() })?;
-        let (model_name, policy) = (model.info().fingerprint.clone(), pool.spec().policy());
+        let (model_name, policy) = (info.fingerprint.clone(), pool.spec().policy());
         let identity = Identity { model: model_name, policy, ..Identity::default() };
-        let (batch, running, waiting) = (Batch::new(&pool), Vec::new(), VecDeque::new());
-        Ok(Self { backend, model, pages, batch, running, waiting, index, identity, options, context, next: 0 })
+        let executor = Box::new(Loaded { backend, model, pages });
+        Ok(Self {
+            executor,
+            flights: VecDeque::new(),
+            events: Vec::new(),
+            batch: Batch::new(&pool),
+            running: Vec::new(),
+            waiting: VecDeque::new(),
+            index,
+            identity,
+            options,
+            context,
+            next: 0,
+        })
     }
 
     /// What is known of the model.
     pub fn info(&self) -> &Info {
-        self.model.info()
+        self.executor.info()
     }
 
-    /// The backend.
-    pub fn backend(&self) -> &B {
-        &self.backend
+    /// The device in words, and as names and values.
+    pub fn describe(&self) -> (String, Vec<(&'static str, String)>) {
+        self.executor.describe()
+    }
+
+    /// The device's limits, measured, if its backend knows how.
+    ///
+    /// # Errors
+    /// The backend's.
+    pub fn limits(&self) -> Result<Option<kvern_backend::Limits>, Error> {
+        Ok(self.executor.limits()?)
     }
 
     /// Tokens that a row can hold.
@@ -204,8 +251,9 @@ impl<B: Backend> Engine<B> {
         }
         let id = RequestId(self.next);
         self.next += 1;
-        let (prompt, tokens, cached) = (prompt.len(), prompt, 0);
-        self.waiting.push_back(Sequence { id, prompt, tokens, limit, sampling, stops, boundaries, salt, cached });
+        let (prompt, tokens, awaits, cached) = (prompt.len(), prompt, None, 0);
+        let sequence = Sequence { id, tokens, awaits, prompt, limit, sampling, stops, boundaries, salt, cached };
+        self.waiting.push_back(sequence);
         Ok(id)
     }
 
@@ -216,7 +264,7 @@ impl<B: Backend> Engine<B> {
 
     /// Lengths of a prompt at which to take a snapshot for the next prompt that begins like it: at a fixed stride, and at the last whole page that
     /// leaves something to compute.
-    fn snapshots(&self, prompt: usize) -> impl Iterator<Item = usize> + use<B> {
+    fn snapshots(&self, prompt: usize) -> impl Iterator<Item = usize> + use<> {
         let (stride, page) = (self.options.snapshot_stride.max(1), self.info().spec.page());
         let last = (prompt - 1) / page * page;
         (stride..prompt).step_by(stride).chain((last > 0).then_some(last))
@@ -272,36 +320,69 @@ impl<B: Backend> Engine<B> {
         }
     }
 
-    /// Runs one step: admits, computes, samples.
+    /// Admits, begins a step, and gives the tokens that are known by now: those of this step, or of the one before where the engine runs ahead.
     ///
     /// # Errors
     /// The model's or the state's. The rows of a failed step are as they were before it.
     pub fn step(&mut self) -> Result<Vec<Event>, Error> {
-        let mut events = self.end_requests_for_nothing();
+        self.end_requests_for_nothing();
         self.admit();
+        // A step whose tokens are drawn here can be in flight only because taking them failed.
+        while self.flights.front().is_some_and(|flight| !flight.ahead()) {
+            self.land()?;
+        }
+        let begun = self.begin_step()?;
+        while self.flights.len() > usize::from(begun) || self.flights.front().is_some_and(|flight| !flight.ahead()) {
+            self.land()?;
+        }
+        self.tidy();
+        Ok(std::mem::take(&mut self.events))
+    }
+
+    /// Tokens that each running row takes in the next step.
+    fn counts(&self) -> Vec<usize> {
         let mut room = self.options.max_tokens;
+        let rows = || self.running.iter().zip(self.batch.rows());
         // Rows that generate come first; prompts share what is left, in order.
-        let mut counts: Vec<usize> =
-            self.running.iter().zip(self.batch.rows()).map(|(s, row)| s.tokens.len() - row.len()).collect();
+        let mut counts: Vec<usize> = rows().map(|(sequence, row)| sequence.open() - row.len()).collect();
         room = room.saturating_sub(counts.iter().filter(|&&count| count == 1).count());
         for count in counts.iter_mut().filter(|count| **count > 1) {
             *count = room.min(*count);
             room -= *count;
         }
-        for (count, (sequence, row)) in counts.iter_mut().zip(self.running.iter().zip(self.batch.rows())) {
+        for (count, (sequence, row)) in counts.iter_mut().zip(rows()) {
             let boundary = sequence.boundaries.iter().find(|&&at| at > row.len());
             *count = (*count).min(row.room()).min(boundary.map_or(usize::MAX, |at| at - row.len()));
         }
-        let (mut tokens, mut outputs, mut sampled) = (Vec::new(), Vec::new(), Vec::new());
-        for (index, ((sequence, row), &count)) in self.running.iter().zip(self.batch.rows()).zip(&counts).enumerate() {
-            tokens.extend_from_slice(&sequence.tokens[row.len()..row.len() + count]);
-            if count > 0 && row.len() + count == sequence.tokens.len() {
-                outputs.push(tokens.len() as u32 - 1);
-                sampled.push(index);
+        counts
+    }
+
+    /// Begins a step, if there is something to compute.
+    fn begin_step(&mut self) -> Result<bool, Error> {
+        let counts = self.counts();
+        let draws = self.executor.draws();
+        let mut inputs = StepPlan::default();
+        let (mut flight, mut awaits) = (Flight { requests: Vec::new(), drawn: Vec::new() }, Vec::new());
+        for ((sequence, row), &count) in self.running.iter().zip(self.batch.rows()).zip(&counts) {
+            let end = row.len() + count;
+            let known = &sequence.tokens[row.len()..end.min(sequence.tokens.len())];
+            inputs.tokens.extend_from_slice(known);
+            if let Some(output) = sequence.awaits.filter(|_| known.len() < count) {
+                inputs.pending.push(Pending { token: inputs.tokens.len() as u32, output });
+                inputs.tokens.push(0);
+            }
+            let wanted = count > 0 && end == sequence.open();
+            awaits.push(wanted.then_some(flight.requests.len() as u32));
+            if wanted {
+                let draw = if draws { sequence.sampling.draw(end as u64) } else { None };
+                inputs.outputs.push(inputs.tokens.len() as u32 - 1);
+                inputs.draws.push(draw);
+                flight.requests.push(sequence.id);
+                flight.drawn.push(draw.is_some());
             }
         }
-        if tokens.is_empty() {
-            return Ok(events);
+        if inputs.tokens.is_empty() {
+            return Ok(false);
         }
         // A page that a running row shares with what is kept must be copied before it is written; what is kept gives way to that.
         let append = loop {
@@ -310,50 +391,75 @@ impl<B: Backend> Engine<B> {
                 Ok(append) => break append.without_companions(),
                 Err(error) => error,
             };
+            // What gives way may have to be copied to the host, which waits for the step in flight.
             if !matches!(error, kvern_state::Error::Budget { .. }) || !self.make_room() {
                 return Err(error.into());
             }
         };
-        let step = self.backend.begin(append.plan(&tokens, &outputs)?, &mut self.pages)?;
-        let logits = self.model.forward(&self.backend, &step, &mut self.pages)?;
-        let mut logits = self.backend.download(logits)?;
+        let plan = append.plan(&inputs.tokens, &inputs.outputs)?;
+        self.executor.run(StepPlan { draws: inputs.draws, pending: inputs.pending, ..plan })?;
         append.commit();
+        self.flights.push_back(flight);
         let snapshots = self.needs_snapshots();
-        for (row, _) in counts.iter().enumerate().filter(|(_, count)| **count > 0) {
-            let (sequence, len) = (&self.running[row], self.batch.rows()[row].len());
-            if sequence.boundaries.contains(&len) || (!snapshots && len == sequence.prompt) {
-                self.keep(row);
+        for (row, (&count, awaits)) in counts.iter().zip(awaits).enumerate() {
+            if count > 0 {
+                self.running[row].awaits = awaits;
+                let (sequence, len) = (&self.running[row], self.batch.rows()[row].len());
+                if sequence.boundaries.contains(&len) || (!snapshots && len == sequence.prompt) {
+                    self.keep(row);
+                }
             }
         }
-        let vocab = self.model.info().vocab;
+        Ok(true)
+    }
+
+    /// Takes the tokens of the oldest step in flight, waiting for them.
+    fn land(&mut self) -> Result<(), Error> {
+        let Some(flight) = self.flights.front() else { return Ok(()) };
+        let any = |drawn: bool| flight.drawn.iter().any(|&d| d == drawn);
+        let mut logits = if any(false) { self.executor.logits()? } else { Vec::new() };
+        let tokens = if any(true) { self.executor.drawn()? } else { Vec::new() };
+        let Some(flight) = self.flights.pop_front() else { return Ok(()) };
+        let vocab = self.info().vocab;
         let mut ended = BTreeSet::new();
-        for (logits, row) in logits.chunks_exact_mut(vocab).zip(sampled) {
-            let event = self.running[row].advance(logits);
+        for (output, (id, &drawn)) in flight.requests.iter().zip(&flight.drawn).enumerate() {
+            // A request that ended meanwhile wants no token.
+            let Some(row) = self.running.iter().position(|sequence| sequence.id == *id) else { continue };
+            let sequence = &mut self.running[row];
+            let token = if drawn {
+                Token { id: tokens[output], logprob: None, top: Vec::new() }
+            } else {
+                let logits = &mut logits[output * vocab..][..vocab];
+                sample(&sequence.sampling, logits, &sequence.tokens, sequence.tokens.len() as u64)
+            };
+            // The step that was begun meanwhile may have taken the token already, and then it awaits the next one.
+            if self.batch.rows()[row].len() <= sequence.tokens.len() {
+                sequence.awaits = None;
+            }
+            let event = sequence.advance(token);
             if event.finish.is_some() {
                 ended.insert(row);
             }
-            events.push(event);
+            self.events.push(event);
         }
         for &row in &ended {
             self.keep(row);
         }
         let keep: Vec<usize> = (0..self.running.len()).filter(|row| !ended.contains(row)).collect();
         self.retain(&keep);
-        self.tidy();
-        Ok(events)
+        Ok(())
     }
 
     /// Requests for zero tokens end before they begin.
-    fn end_requests_for_nothing(&mut self) -> Vec<Event> {
-        let mut events = Vec::new();
-        self.waiting.retain(|sequence| {
+    fn end_requests_for_nothing(&mut self) {
+        let Self { waiting, events, .. } = self;
+        waiting.retain(|sequence| {
             if sequence.limit > sequence.prompt {
                 return true;
             }
             events.push(Event { id: sequence.id, token: None, finish: Some(Finish::Length), cached: 0 });
             false
         });
-        events
     }
 
     /// Runs `tokens` through the model from an empty row and calls `visit(position, logits)` for every position, in order, with chunks
@@ -389,9 +495,8 @@ impl<B: Backend> Engine<B> {
             rest = later;
             let outputs: Vec<u32> = (0..chunk.len() as u32).collect();
             let append = batch.prepare_append(&[chunk.len()])?.without_companions();
-            let step = self.backend.begin(append.plan(chunk, &outputs)?, &mut self.pages)?;
-            let logits = self.model.forward(&self.backend, &step, &mut self.pages)?;
-            let mut logits = self.backend.download(logits)?;
+            self.executor.run(append.plan(chunk, &outputs)?)?;
+            let mut logits = self.executor.logits()?;
             append.commit();
             for logits in logits.chunks_exact_mut(vocab) {
                 visit(position, logits);
@@ -403,13 +508,18 @@ impl<B: Backend> Engine<B> {
 }
 
 impl Sequence {
-    /// Samples the next token and says what became of the request.
-    fn advance(&mut self, logits: &mut [f32]) -> Event {
-        let token = sample(&self.sampling, logits, &self.tokens, self.tokens.len() as u64);
+    /// Tokens that the row may hold by now, the one that it awaits included; a last token is never processed.
+    fn open(&self) -> usize {
+        (self.tokens.len() + usize::from(self.awaits.is_some())).min(self.limit - 1)
+    }
+
+    /// Takes the next token and says what became of the request.
+    fn advance(&mut self, token: Token) -> Event {
+        // A stop id is no part of the answer, but the row may have processed it.
+        self.tokens.push(token.id);
         if self.stops.contains(&token.id) {
             return Event { id: self.id, token: None, finish: Some(Finish::Stop), cached: self.cached };
         }
-        self.tokens.push(token.id);
         let finish = (self.tokens.len() >= self.limit).then_some(Finish::Length);
         Event { id: self.id, token: Some(token), finish, cached: self.cached }
     }

@@ -9,7 +9,7 @@
 //! tokens are a function of its request alone. What is kept of ended rows shortens later ones and changes no bit of them.
 //!
 //! ```no_run
-//! # fn f(mut engine: kvern_engine::Engine<kvern_backend::Reference>) -> Result<(), kvern_engine::Error> {
+//! # fn f(mut engine: kvern_engine::Engine) -> Result<(), kvern_engine::Error> {
 //! let id = engine.submit(kvern_engine::Request::new(vec![1, 2, 3], 16))?;
 //! while !engine.is_idle() {
 //!     for event in engine.step()? {
@@ -23,6 +23,7 @@
 
 mod engine;
 mod error;
+mod executor;
 mod memory;
 mod prefixes;
 mod sampler;

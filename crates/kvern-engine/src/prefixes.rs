@@ -1,16 +1,16 @@
 //! What the engine keeps of rows, and how new rows begin from it.
 
-use kvern_backend::{Backend, freeze, thaw};
 use kvern_state::{Found, Hit, Identity, Image, PrefixIndex, Row};
 
+use crate::executor::Executor;
 use crate::{Engine, Error};
 
 /// Makes images of rows for the index.
-fn freezer<B: Backend>(backend: &B, pages: &B::Pages) -> impl FnMut(&Row, &Identity, &[u32]) -> Option<Image> {
-    |row, identity, tokens| freeze(backend, pages, row, identity.clone(), tokens).ok()
+fn freezer(executor: &dyn Executor) -> impl FnMut(&Row, &Identity, &[u32]) -> Option<Image> {
+    |row, identity, tokens| executor.freeze(row, identity, tokens).ok()
 }
 
-impl<B: Backend> Engine<B> {
+impl Engine {
     /// Whose state this engine computes, for a salt.
     pub fn identity(&self, salt: &str) -> Identity {
         Identity { salt: salt.into(), ..self.identity.clone() }
@@ -28,7 +28,7 @@ impl<B: Backend> Engine<B> {
             match state {
                 Found::Row(row) => return (row, cached),
                 Found::Image(image) => {
-                    if let Ok(mut row) = thaw(&self.backend, &mut self.pages, self.batch.pool(), &image, &identity) {
+                    if let Ok(mut row) = self.executor.thaw(self.batch.pool(), &image, &identity) {
                         self.index.insert(&identity, image.tokens(), row.fork());
                         if row.truncate(cached).is_ok() {
                             return (row, cached);
@@ -52,14 +52,14 @@ impl<B: Backend> Engine<B> {
 
     /// Gives up the pages of what was kept longest without use. False when nothing is kept in pages.
     pub(crate) fn make_room(&mut self) -> bool {
-        let Self { index, backend, pages, .. } = self;
-        index.demote(&mut freezer(backend, pages))
+        let Self { index, executor, .. } = self;
+        index.demote(&mut freezer(executor.as_ref()))
     }
 
     /// Brings what is kept within its limits.
     pub(crate) fn tidy(&mut self) {
-        let Self { index, backend, pages, .. } = self;
-        index.shrink(&mut freezer(backend, pages));
+        let Self { index, executor, .. } = self;
+        index.shrink(&mut freezer(executor.as_ref()));
     }
 
     /// Writes what is kept to the directory of checkpoints, if there is one, and waits for it.
@@ -67,8 +67,8 @@ impl<B: Backend> Engine<B> {
     /// # Errors
     /// The first write that failed.
     pub fn flush(&mut self) -> Result<(), Error> {
-        let Self { index, backend, pages, .. } = self;
-        Ok(index.flush(&mut freezer(backend, pages))?)
+        let Self { index, executor, .. } = self;
+        Ok(index.flush(&mut freezer(executor.as_ref()))?)
     }
 
     /// The state after `tokens`, or after as many of them as are kept; the others are its pending ones.
@@ -82,7 +82,7 @@ impl<B: Backend> Engine<B> {
             return Err(Error::NoState { tokens: tokens.len() });
         }
         let (done, pending) = tokens.split_at(cached);
-        Ok(freeze(&self.backend, &self.pages, &row, self.identity(salt), done)?.with_pending(pending))
+        Ok(self.executor.freeze(&row, &self.identity(salt), done)?.with_pending(pending))
     }
 
     /// Keeps the state of an image, so that requests whose prompts begin with its tokens need not compute them. The image stays as it is.
@@ -93,7 +93,7 @@ impl<B: Backend> Engine<B> {
         let identity = self.identity(&image.manifest().identity.salt);
         image.check(self.batch.pool(), &identity)?;
         loop {
-            match thaw(&self.backend, &mut self.pages, self.batch.pool(), image, &identity) {
+            match self.executor.thaw(self.batch.pool(), image, &identity) {
                 Ok(row) => {
                     self.index.insert(&identity, image.tokens(), row);
                     return Ok(());

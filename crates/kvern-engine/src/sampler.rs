@@ -6,6 +6,7 @@
 //! The draw inverts the cumulative distribution, in order of ids, at one number that is a function of the seed and the token's absolute
 //! position. No stream is shared, so neither company nor drafts nor a restart change a row's draws.
 
+use kvern_state::Draw;
 use serde::{Deserialize, Serialize};
 
 use crate::Error;
@@ -82,6 +83,25 @@ impl Sampling {
     }
 }
 
+impl Sampling {
+    /// The draw of the token at `position`, for a backend that draws by itself; none where it takes more than the logits, or more than the token is
+    /// wanted.
+    pub fn draw(&self, position: u64) -> Option<Draw> {
+        let plain = !self.penalizes() && self.logit_bias.is_empty() && self.logprobs.is_none();
+        plain.then(|| Draw {
+            temperature: self.temperature,
+            top_p: self.top_p,
+            min_p: self.min_p,
+            top_k: u32::try_from(self.top_k).unwrap_or(u32::MAX),
+            uniform: uniform(self.seed, position),
+        })
+    }
+
+    fn penalizes(&self) -> bool {
+        self.repetition_penalty != 1.0 || self.presence_penalty != 0.0 || self.frequency_penalty != 0.0
+    }
+}
+
 /// A sampled token.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct Sampled {
@@ -136,7 +156,7 @@ fn penalize(sampling: &Sampling, logits: &mut [f32], tokens: &[u32]) {
         }
     }
     let Sampling { repetition_penalty, presence_penalty, frequency_penalty, .. } = *sampling;
-    if repetition_penalty == 1.0 && presence_penalty == 0.0 && frequency_penalty == 0.0 {
+    if !sampling.penalizes() {
         return;
     }
     let window = if sampling.penalty_window == 0 { tokens.len() } else { sampling.penalty_window.min(tokens.len()) };

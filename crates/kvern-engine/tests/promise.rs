@@ -49,11 +49,11 @@ fn policies() -> [KvPolicy; 5] {
     ]
 }
 
-fn engine(setup: &Setup, state_memory: u64) -> Engine<Cpu> {
+fn engine(setup: &Setup, state_memory: u64) -> Engine {
     engine_keeping(setup, state_memory, EngineOptions::default().prefixes)
 }
 
-fn engine_keeping(setup: &Setup, state_memory: u64, prefixes: Limits) -> Engine<Cpu> {
+fn engine_keeping(setup: &Setup, state_memory: u64, prefixes: Limits) -> Engine {
     let isa = Some(setup.set.name().into());
     let cpu = Cpu::new(&CpuOptions { threads: Some(setup.threads), isa, exact: false }).unwrap();
     let options = LoadOptions { kv: setup.kv, max_tokens: 512, max_outputs: 64, page: 16, ..LoadOptions::default() };
@@ -70,7 +70,7 @@ fn engine_keeping(setup: &Setup, state_memory: u64, prefixes: Limits) -> Engine<
 }
 
 /// What is in use once nothing is kept.
-fn residue(engine: &mut Engine<Cpu>) -> (u64, u64) {
+fn residue(engine: &mut Engine) -> (u64, u64) {
     engine.prefixes().clear();
     (engine.usage().used, engine.usage().promised)
 }
@@ -94,7 +94,7 @@ fn requests(count: usize) -> Vec<Request> {
 }
 
 /// Runs everything and gives the events of each request, log-probabilities included.
-fn run(engine: &mut Engine<Cpu>, requests: Vec<Request>) -> Vec<Vec<Event>> {
+fn run(engine: &mut Engine, requests: Vec<Request>) -> Vec<Vec<Event>> {
     let ids: Vec<RequestId> = requests.into_iter().map(|request| engine.submit(request).unwrap()).collect();
     let mut events = vec![Vec::new(); ids.len()];
     while !engine.is_idle() {
@@ -207,7 +207,7 @@ fn forks_and_rolled_back_drafts_leave_no_trace() {
 fn requests_that_cannot_run_are_refused_at_once() {
     let setup = Setup::new("llama");
     let mut engine = engine(&setup, 100_000);
-    let submit = |engine: &mut Engine<Cpu>, request: Request| engine.submit(request).unwrap_err();
+    let submit = |engine: &mut Engine, request: Request| engine.submit(request).unwrap_err();
     assert!(matches!(submit(&mut engine, Request::new(vec![], 1)), Error::EmptyPrompt));
     assert!(matches!(submit(&mut engine, Request::new(vec![96], 1)), Error::Token { token: 96, vocab: 96 }));
     assert!(matches!(submit(&mut engine, Request::new(vec![1; 512], 1)), Error::Context { tokens: 512, context: 512 }));
@@ -341,13 +341,13 @@ fn a_failed_step_leaves_no_trace() {
         let setup = Setup::new(model);
         let want: Vec<_> = run(&mut engine(&setup, 1 << 30), requests(5)).iter().map(|events| bits(events)).collect();
         // Each step first fails at its first verb, then at its second, and so on through all layers.
-        let mut engine = failing::engine(&fixture(model));
+        let (mut engine, left) = failing::engine(&fixture(model));
         let ids: Vec<RequestId> = requests(5).into_iter().map(|request| engine.submit(request).unwrap()).collect();
         let mut events = vec![Vec::new(); 5];
         let mut failed = 0;
         while !engine.is_idle() {
             for fuse in 0.. {
-                engine.backend().fuse.store(fuse, std::sync::atomic::Ordering::Relaxed);
+                left.store(fuse, std::sync::atomic::Ordering::Relaxed);
                 match engine.step() {
                     Err(_) => failed += 1,
                     Ok(step) => {
@@ -360,6 +360,6 @@ fn a_failed_step_leaves_no_trace() {
             }
         }
         let got: Vec<_> = events.iter().map(|events| bits(events)).collect();
-        assert!(got == want && failed > 100, "{model}: {failed} failures");
+        assert!(got == want && failed > 50, "{model}: {failed} failures");
     }
 }

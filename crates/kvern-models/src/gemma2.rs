@@ -220,6 +220,10 @@ impl<B: Backend> Model<B> for Gemma2<B> {
         &self.info
     }
 
+    fn logits(&self) -> &B::Tensor {
+        &self.workspace.logits
+    }
+
     fn forward(&mut self, backend: &B, step: &B::Step, pages: &mut B::Pages) -> Result<&B::Tensor, Error> {
         let Self { config, workspace: w, .. } = self;
         w.resize(backend, step)?;
@@ -227,8 +231,8 @@ impl<B: Backend> Model<B> for Gemma2<B> {
         backend.rope_angles(step, &self.frequencies, config.rope.attention_factor(), &mut w.angles)?;
         let (scale, softcap) = (config.scale, config.score_cap);
         for layer in &self.layers {
-            backend.rms_norm(&w.x, &layer.input_norm, config.eps, &mut w.h)?;
-            backend.project(&w.h, &mut [(&layer.q, &mut w.q), (&layer.k, &mut w.k), (&layer.v, &mut w.v)])?;
+            let qkv = &mut [(&layer.q, &mut w.q), (&layer.k, &mut w.k), (&layer.v, &mut w.v)];
+            backend.project_norm(&w.x, (&layer.input_norm, config.eps), &mut w.h, qkv)?;
             backend.rope(&mut w.q, &w.angles, config.head_dim)?;
             backend.rope(&mut w.k, &w.angles, config.head_dim)?;
             backend.append(step, pages, layer.slot, &[&w.k, &w.v])?;
@@ -236,8 +240,8 @@ impl<B: Backend> Model<B> for Gemma2<B> {
             backend.attend(step, pages, attention, None, &w.q, &mut w.attended)?;
             backend.project(&w.attended, &mut [(&layer.o, &mut w.h)])?;
             backend.rms_norm_add(&w.h, &layer.post_attention_norm, config.eps, &mut w.x)?;
-            backend.rms_norm(&w.x, &layer.pre_mlp_norm, config.eps, &mut w.h)?;
-            backend.project(&w.h, &mut [(&layer.gate, &mut w.gate), (&layer.up, &mut w.up)])?;
+            let gated = &mut [(&layer.gate, &mut w.gate), (&layer.up, &mut w.up)];
+            backend.project_norm(&w.x, (&layer.pre_mlp_norm, config.eps), &mut w.h, gated)?;
             backend.gate(Activation::GeluTanh, &mut w.gate, &w.up)?;
             backend.project(&w.gate, &mut [(&layer.down, &mut w.h)])?;
             backend.rms_norm_add(&w.h, &layer.post_mlp_norm, config.eps, &mut w.x)?;

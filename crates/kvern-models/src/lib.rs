@@ -75,6 +75,9 @@ pub trait Model<B: Backend>: Send {
     /// The backend's.
     fn forward(&mut self, backend: &B, step: &B::Step, pages: &mut B::Pages) -> Result<&B::Tensor, Error>;
 
+    /// The logits that the last [`Self::forward`] computed.
+    fn logits(&self) -> &B::Tensor;
+
     /// Runs the model's draft head, if it was loaded with one: logits `[outputs, vocab]` of what follows on each output's token, as the head guesses.
     /// `guess` is 0 for a step that [`Self::forward`] has just run, in which the head stores what it makes of the real hidden states; `n` for
     /// the `n`th of a round's drafts, each of which has the same rows and takes the guess before it for its token.

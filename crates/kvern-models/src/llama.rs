@@ -250,6 +250,10 @@ impl<B: Backend> Model<B> for Llama<B> {
         &self.info
     }
 
+    fn logits(&self) -> &B::Tensor {
+        &self.workspace.logits
+    }
+
     fn forward(&mut self, backend: &B, step: &B::Step, pages: &mut B::Pages) -> Result<&B::Tensor, Error> {
         let Self { config, workspace: w, .. } = self;
         w.resize(backend, step)?;
@@ -257,8 +261,8 @@ impl<B: Backend> Model<B> for Llama<B> {
         backend.rope_angles(step, &self.frequencies, config.rope.attention_factor(), &mut w.angles)?;
         for (layer, &slot) in self.layers.iter().zip(&self.slots) {
             let scale = (config.head_dim as f32).sqrt().recip();
-            backend.rms_norm(&w.x, &layer.input_norm, config.eps, &mut w.h)?;
-            backend.project(&w.h, &mut [(&layer.q, &mut w.q), (&layer.k, &mut w.k), (&layer.v, &mut w.v)])?;
+            let qkv = &mut [(&layer.q, &mut w.q), (&layer.k, &mut w.k), (&layer.v, &mut w.v)];
+            backend.project_norm(&w.x, (&layer.input_norm, config.eps), &mut w.h, qkv)?;
             if let Some((q_norm, k_norm)) = &layer.qk_norm {
                 backend.rms_norm_in_place(&mut w.q, q_norm, config.eps)?;
                 backend.rms_norm_in_place(&mut w.k, k_norm, config.eps)?;
@@ -269,10 +273,9 @@ impl<B: Backend> Model<B> for Llama<B> {
             let attention = Attention { slot, heads: config.heads, scale, softcap: None };
             backend.attend(step, pages, attention, None, &w.q, &mut w.attended)?;
             backend.project_add(&w.attended, &layer.o, &mut w.x)?;
-            backend.rms_norm(&w.x, &layer.post_norm, config.eps, &mut w.h)?;
-            backend.project(&w.h, &mut [(&layer.gate, &mut w.gate), (&layer.up, &mut w.up)])?;
-            backend.gate(Activation::Silu, &mut w.gate, &w.up)?;
-            backend.project_add(&w.gate, &layer.down, &mut w.x)?;
+            let gated = &mut [(&layer.gate, &mut w.gate), (&layer.up, &mut w.up)];
+            backend.project_norm(&w.x, (&layer.post_norm, config.eps), &mut w.h, gated)?;
+            backend.project_gate_add((Activation::Silu, &mut w.gate, &w.up), &layer.down, &mut w.x)?;
         }
         let head = self.head.as_ref().unwrap_or(&self.embed);
         w.head(backend, step, &self.norm, config.eps, head)?;

@@ -384,10 +384,10 @@ impl<B: Backend> Layer<B> {
             Mixer::Full(full) => full.run(backend, step, pages, self.slot, config, w)?,
             Mixer::Delta(delta) => delta.run(backend, step, pages, self.slot, (config, lengths), w)?,
         }
-        backend.rms_norm(&w.base.x, &self.post_norm, config.eps, &mut w.base.h)?;
-        backend.project(&w.base.h, &mut [(&self.gate, &mut w.base.gate), (&self.up, &mut w.base.up)])?;
-        backend.gate(Activation::Silu, &mut w.base.gate, &w.base.up)?;
-        Ok(backend.project_add(&w.base.gate, &self.down, &mut w.base.x)?)
+        let w = &mut w.base;
+        let gated = &mut [(&self.gate, &mut w.gate), (&self.up, &mut w.up)];
+        backend.project_norm(&w.x, (&self.post_norm, config.eps), &mut w.h, gated)?;
+        Ok(backend.project_gate_add((Activation::Silu, &mut w.gate, &w.up), &self.down, &mut w.x)?)
     }
 
     fn linears(&self) -> Vec<&B::Linear> {
@@ -486,7 +486,7 @@ impl<B: Backend> Delta<B> {
 impl<B: Backend> Workspace<B> {
     fn resize(&mut self, backend: &B, step: &B::Step) -> Result<(), Error> {
         self.base.resize(backend, step)?;
-        let tokens = backend.plan(step).tokens.len();
+        let (tokens, _) = backend.rows(step);
         let own = [&mut self.q_gate, &mut self.z, &mut self.decay, &mut self.beta, &mut self.read];
         for tensor in own.into_iter().chain(&mut self.raw).chain(&mut self.convolved) {
             backend.resize(tensor, tokens)?;
@@ -498,6 +498,10 @@ impl<B: Backend> Workspace<B> {
 impl<B: Backend> Model<B> for Qwen35<B> {
     fn info(&self) -> &Info {
         &self.info
+    }
+
+    fn logits(&self) -> &B::Tensor {
+        &self.workspace.base.logits
     }
 
     fn forward(&mut self, backend: &B, step: &B::Step, pages: &mut B::Pages) -> Result<&B::Tensor, Error> {

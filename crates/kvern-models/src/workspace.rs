@@ -55,13 +55,13 @@ impl<B: Backend> Workspace<B> {
 
     /// Gives every tensor the rows of a step.
     pub(crate) fn resize(&mut self, backend: &B, step: &B::Step) -> Result<(), Error> {
-        let plan = backend.plan(step);
+        let (tokens, outputs) = backend.rows(step);
         let Self { x, h, q, k, v, attended, gate, up, angles, last, last_norm, logits } = self;
         for tensor in [x, h, q, k, v, attended, gate, up, angles] {
-            backend.resize(tensor, plan.tokens.len())?;
+            backend.resize(tensor, tokens)?;
         }
         for tensor in [last, last_norm, logits] {
-            backend.resize(tensor, plan.outputs.len())?;
+            backend.resize(tensor, outputs)?;
         }
         Ok(())
     }
@@ -76,7 +76,7 @@ impl<B: Backend> Workspace<B> {
         head: &B::Linear,
     ) -> Result<(), Error> {
         backend.outputs(step, &self.x, &mut self.last)?;
-        backend.rms_norm(&self.last, norm, eps, &mut self.last_norm)?;
-        Ok(backend.project(&self.last_norm, &mut [(head, &mut self.logits)])?)
+        let logits = &mut [(head, &mut self.logits)];
+        Ok(backend.project_norm(&self.last, (norm, eps), &mut self.last_norm, logits)?)
     }
 }

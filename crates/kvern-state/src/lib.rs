@@ -45,7 +45,7 @@ pub use codec::Codec;
 pub use columns::Read;
 pub use error::Error;
 pub use image::{GroupManifest, Identity, Image, ImageError, Manifest, Piece, PlaneManifest, Stretch};
-pub use plan::{Columns, PageCopy, PageId, Segment, Span, States, StepPlan, Table, View, Visible};
+pub use plan::{Columns, Draw, PageCopy, PageId, Pending, Segment, Span, States, StepPlan, Table, View, Visible};
 pub use pool::{PageList, Pool, Usage};
 pub use prefix::{Event, Found, Freeze, Hit, Limits, PrefixIndex, Tier};
 pub use row::Row;

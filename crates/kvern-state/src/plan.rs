@@ -141,6 +141,31 @@ pub struct PageCopy {
     pub columns: usize,
 }
 
+/// How a backend draws a token from logits by itself: the filters act on the probabilities at temperature 1, then the draw inverts the cumulative
+/// distribution at `temperature`, in order of ids, at `uniform`. Temperature 0 takes the largest logit, the lowest id among equals.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Draw {
+    /// 0 is greedy.
+    pub temperature: f32,
+    /// Keep the smallest set of most probable ids whose mass reaches this; 1 keeps all.
+    pub top_p: f32,
+    /// Drop ids less probable than this share of the most probable; 0 drops none.
+    pub min_p: f32,
+    /// Keep the most probable ids; 0 keeps all.
+    pub top_k: u32,
+    /// Where to invert the distribution, in `0..1`.
+    pub uniform: f64,
+}
+
+/// A token of a step that the host does not know yet.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Pending {
+    /// Its index among the step's tokens.
+    pub token: u32,
+    /// The output of the step before, from which the backend draws it.
+    pub output: u32,
+}
+
 /// One step over a ragged batch: no padding, no masks; visibility follows from positions.
 #[derive(Debug, Clone, Default)]
 pub struct StepPlan {
@@ -152,6 +177,10 @@ pub struct StepPlan {
     pub segments: Vec<Segment>,
     /// Indices into the tokens at which logits are wanted, ascending.
     pub outputs: Vec<u32>,
+    /// How to draw a token at each output; none where the caller draws it. Empty when it draws all of them.
+    pub draws: Vec<Option<Draw>>,
+    /// Tokens that the step before draws; their entries in `tokens` mean nothing.
+    pub pending: Vec<Pending>,
     /// Pages that the step is the first to write.
     pub fresh: Vec<PageId>,
     /// Copies to make first.

@@ -70,7 +70,7 @@ impl From<Vec<u32>> for Prompt {
 /// A loaded model with its tokenizer.
 pub struct Runtime {
     /// The engine.
-    pub engine: Engine<Cpu>,
+    pub engine: Engine,
     /// Tokenizer and chat template.
     pub text: Text,
     /// How long loading took.

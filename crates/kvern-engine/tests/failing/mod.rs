@@ -2,6 +2,7 @@
 
 use std::ops::Range;
 use std::path::Path;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
 use kvern_backend::{Activation, Attention, Backend, DeltaInputs, DeltaRule, Error, Part, Slot};
@@ -11,10 +12,10 @@ use kvern_models::{LoadOptions, load};
 use kvern_state::{StateSpec, StepPlan, Table};
 use kvern_weights::{Checkpoint, Tensor as Weight};
 
-pub struct Failing {
+struct Failing {
     cpu: Cpu,
     /// Verbs that still succeed.
-    pub fuse: AtomicUsize,
+    fuse: Arc<AtomicUsize>,
 }
 
 impl Failing {
@@ -29,13 +30,15 @@ impl Failing {
     }
 }
 
-pub fn engine(model: &Path) -> Engine<Failing> {
+/// An engine, and the number of verbs that still succeed.
+pub fn engine(model: &Path) -> (Engine, Arc<AtomicUsize>) {
     let cpu = Cpu::new(&CpuOptions { threads: Some(2), ..CpuOptions::default() }).unwrap();
-    let backend = Failing { cpu, fuse: AtomicUsize::new(usize::MAX) };
+    let fuse = Arc::new(AtomicUsize::new(usize::MAX));
+    let backend = Failing { cpu, fuse: fuse.clone() };
     let options = LoadOptions { max_outputs: 64, page: 16, ..LoadOptions::default() };
     let model = load(&backend, Checkpoint::open(model).unwrap(), &options).unwrap();
     let options = EngineOptions { max_tokens: 64, state_memory: Some(1 << 30), ..EngineOptions::default() };
-    Engine::new(backend, model, options).unwrap()
+    (Engine::new(backend, model, options).unwrap(), fuse)
 }
 
 type Tensor = <Cpu as Backend>::Tensor;

@@ -106,7 +106,7 @@ impl<B: Backend> Mtp<B> {
         pages: &mut B::Pages,
         hidden: &B::Tensor,
     ) -> Result<(), Error> {
-        backend.resize(&mut self.shifted, backend.plan(step).tokens.len())?;
+        backend.resize(&mut self.shifted, backend.rows(step).0)?;
         Ok(backend.convolve(step, pages, (self.carry, 0), &self.shift, hidden, &mut self.shifted)?)
     }
 
@@ -120,7 +120,7 @@ impl<B: Backend> Mtp<B> {
         guess: usize,
         w: &mut Workspace<B>,
     ) -> Result<(), Error> {
-        let tokens = backend.plan(step).tokens.len();
+        let (tokens, _) = backend.rows(step);
         backend.resize(&mut self.embedded, tokens)?;
         backend.embed(step, embed, 1.0, &mut self.embedded)?;
         if guess == 1 {

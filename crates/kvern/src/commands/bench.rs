@@ -6,8 +6,7 @@
 use std::time::Instant;
 
 use kvern::Error;
-use kvern_cpu::Cpu;
-use kvern_cpu::limits::Limits;
+use kvern_backend::Limits;
 use kvern_engine::{Engine, Request};
 use serde_json::{Value, json};
 
@@ -17,14 +16,14 @@ use crate::output::{busy, load_for, print, print_json};
 pub fn run(args: &BenchArgs, run: &RunArgs) -> Result<(), Error> {
     let mut runtime = load_for(&args.model.model, run)?;
     let engine = &mut runtime.engine;
-    let limits = busy("measuring the machine".into(), || Limits::measure(engine.backend()))
-        .map_err(|e| Error::Engine(kvern_engine::Error::Backend(e.into())))?;
-    let machine = json!({
-        "read_gb_s": limits.read_gb_s,
-        "dot_gops": limits.dot_gops,
-        "threads": engine.backend().pool().threads(),
-        "isa": engine.backend().set().name(),
-    });
+    let limits = busy("measuring the machine".into(), || engine.limits())?;
+    let limits = limits.unwrap_or(Limits { read_gb_s: f64::NAN, dot_gops: f64::NAN });
+    let (device, facts) = engine.describe();
+    let mut machine = json!({ "device": device, "read_gb_s": limits.read_gb_s, "dot_gops": limits.dot_gops });
+    for (name, value) in facts {
+        // What is a number is one in the report.
+        machine[name] = value.parse::<u64>().map_or(value.into(), Value::from);
+    }
     let repeat = args.repeat.max(1);
     let (mut prefill, mut decode): (Vec<Value>, Vec<Value>) = (Vec::new(), Vec::new());
     for &tokens in &args.prompt {
@@ -48,8 +47,10 @@ pub fn run(args: &BenchArgs, run: &RunArgs) -> Result<(), Error> {
         return print_json(&report);
     }
     let mut text = format!(
-        "{} threads, {}: reads {:.1} GB/s, {:.0} Gop/s\n",
-        machine["threads"], machine["isa"], limits.read_gb_s, limits.dot_gops,
+        "{}: reads {:.1} GB/s, {:.0} Gop/s\n",
+        machine["device"].as_str().unwrap_or_default(),
+        limits.read_gb_s,
+        limits.dot_gops,
     );
     let number = |value: &Value| value.as_f64().unwrap_or_default();
     for row in &report["prefill"].as_array().cloned().unwrap_or_default() {
@@ -78,7 +79,7 @@ fn tokens(count: usize, vocab: usize, salt: usize) -> Vec<u32> {
 }
 
 /// Tokens per second of a prompt, up to its first token: the best of `repeat`.
-fn prompt_rate(engine: &mut Engine<Cpu>, count: usize, repeat: usize) -> Result<f64, Error> {
+fn prompt_rate(engine: &mut Engine, count: usize, repeat: usize) -> Result<f64, Error> {
     let prompt = tokens(count, engine.info().vocab, 0);
     let mut best = 0.0f64;
     for _ in 0..repeat {
@@ -96,13 +97,7 @@ fn prompt_rate(engine: &mut Engine<Cpu>, count: usize, repeat: usize) -> Result<
 
 /// Tokens per second of `batch` rows together, each with `depth` tokens before the first timed step: the best of `repeat` runs of
 /// `generate` steps, one after another.
-fn decode_rate(
-    engine: &mut Engine<Cpu>,
-    batch: usize,
-    depth: usize,
-    generate: usize,
-    repeat: usize,
-) -> Result<f64, Error> {
+fn decode_rate(engine: &mut Engine, batch: usize, depth: usize, generate: usize, repeat: usize) -> Result<f64, Error> {
     let vocab = engine.info().vocab;
     let mut ids = Vec::new();
     engine.prefixes().clear();

@@ -62,7 +62,7 @@ pub fn run(model: &str, run: &RunArgs) -> Result<(), Error> {
         "presets": presets.iter().map(|(name, bytes, full, tokens)| json!({
             "kv": name, "bytes_per_token": bytes, "bytes_of_full_context": full, "tokens_in_budget": tokens,
         })).collect::<Vec<_>>(),
-        "backend": kvern_backend::Backend::describe(runtime.engine.backend()),
+        "backend": runtime.engine.describe().0,
     });
     if run.json {
         return print_json(&report);

@@ -1,0 +1,388 @@
+// Products of activations and packed weights: out[row, o] = sum over k of x[row, k] * w[o, k].
+//
+// Weights are packed for the matrix instruction as its first operand, 16 outputs by 64 inputs at a time, so that a lane loads what it needs with whole
+// 16-byte reads and no shuffles. Activations are its second operand. Within 32 inputs, lane t of a quad owns the inputs 8 t .. 8 t + 8: an order of
+// inputs inside the instruction that both operands share.
+//
+// The sum over inputs is cut into segments of equal length that follow from the weight's shape alone. The instruction adds up a segment; segments are added
+// in ascending order. A kernel for few rows gives each warp a segment, one for many rows walks them in turn: the bits are the same.
+//
+// Activations are rounded to 16 bits: to bf16 where weights are, and else to f16 after each row was divided by a power of two that brings its largest value
+// just below 2^15. No row overflows, and 11 bits of each large value are kept.
+
+#define SEGMENTS 8
+
+enum Packing { HALF = 0, BRAIN = 1, CODES4 = 2, CODES8 = 3 };
+
+// One weight matrix of a launch.
+struct Weight {
+    const u8 *codes;   // [tile of 16 outputs][64 inputs][lane]: 64, 16 or 32 bytes a lane.
+    const u32 *scales; // [tile][group of inputs][16 outputs]: scale and bias in f16.
+    const float *bias;
+    float *out;
+    u32 outputs, width; // Of the tensor that `out` is.
+    u32 group;          // Inputs of a group.
+    u32 zero;           // 1024 + the code of nothing, as f16, twice.
+};
+struct Weights {
+    Weight of[4];
+    u32 tiles[4]; // Ends of each one's tiles in the grid.
+    u32 count;
+};
+
+template <int PACKING> struct Pack {
+    static const int RAW = PACKING == BRAIN ? BF16 : F16;
+    static const int BYTES = PACKING == CODES4 ? 16 : PACKING == CODES8 ? 32 : 64; // A lane's, of 64 inputs.
+};
+
+// x = (x - zero) * scale + bias, twice; rounded once.
+__device__ __forceinline__ u32 decode2(u32 x, u32 zero, u32 scale, u32 bias) {
+    u32 y;
+    asm("{ .reg .b32 d; sub.rn.f16x2 d, %1, %2; fma.rn.f16x2 %0, d, %3, %4; }" : "=r"(y) : "r"(x), "r"(zero), "r"(scale), "r"(bias));
+    return y;
+}
+
+// The scales of a lane's two outputs for one group, each twice: {scale g, bias g, scale g + 8, bias g + 8}.
+__device__ __forceinline__ uint4 scales_of(const u32 *scales, u32 g) {
+    u32 low = __ldg(scales + g), high = __ldg(scales + g + 8);
+    return make_uint4(__byte_perm(low, low, 0x1010), __byte_perm(low, low, 0x3232), __byte_perm(high, high, 0x1010), __byte_perm(high, high, 0x3232));
+}
+
+// The four instruction operands of 64 inputs from a lane's packed bytes. `scales` points at the tile's first group; `k` is the first input.
+template <int PACKING>
+__device__ __forceinline__ void unpack(const uint4 *packed, const Weight &weight, const u32 *scales, u32 k, u32 lane, u32 (&a)[4][4]) {
+    if (PACKING == HALF || PACKING == BRAIN) {
+#pragma unroll
+        for (int i = 0; i < 4; i++) { a[i][0] = packed[i].x, a[i][1] = packed[i].y, a[i][2] = packed[i].z, a[i][3] = packed[i].w; }
+        return;
+    }
+    u32 g = lane / 4, t = lane % 4;
+#pragma unroll
+    for (int chunk = 0; chunk < 2; chunk++) {
+        uint4 s = scales_of(scales + (k + chunk * 32 + t * 8) / weight.group * 16, g);
+#pragma unroll
+        for (int half = 0; half < 2; half++) {
+            u32(&out)[4] = a[chunk * 2 + half];
+            if (PACKING == CODES4) {
+                u32 word = chunk == 0 ? (half == 0 ? packed[0].x : packed[0].y) : (half == 0 ? packed[0].z : packed[0].w);
+#pragma unroll
+                for (int r = 0; r < 4; r++) out[r] = ((word >> (4 * r)) & 0x000f000f) | 0x64006400;
+            } else {
+                u32 low = half == 0 ? packed[chunk].x : packed[chunk].z, high = half == 0 ? packed[chunk].y : packed[chunk].w;
+                out[0] = __byte_perm(low, 0x64646464, 0x4140), out[1] = __byte_perm(low, 0x64646464, 0x4342);
+                out[2] = __byte_perm(high, 0x64646464, 0x4140), out[3] = __byte_perm(high, 0x64646464, 0x4342);
+            }
+#pragma unroll
+            for (int r = 0; r < 4; r++) out[r] = r % 2 == 0 ? decode2(out[r], weight.zero, s.x, s.y) : decode2(out[r], weight.zero, s.z, s.w);
+        }
+    }
+}
+
+__device__ __forceinline__ const Weight &weight_of(const Weights &weights, u32 &tile) {
+    u32 index = 0;
+    while (index + 1 < weights.count && tile >= weights.tiles[index]) index++;
+    if (index > 0) tile -= weights.tiles[index - 1];
+    return weights.of[index];
+}
+
+__device__ __forceinline__ void finish(const Weight &weight, u32 row, u32 output, float sum, float scale, bool add) {
+    if (output >= weight.outputs) return;
+    float *out = weight.out + (size_t)row * weight.width + output;
+    float y = sum * scale;
+    if (weight.bias) y += weight.bias[output];
+    *out = add ? *out + y : y;
+}
+
+// Up to 8 * NT rows: a block has 16 * MT outputs, a warp one segment of their inputs. `x` is [rows, inputs] in 16 bits, rows and inputs padded; inputs are
+// counted in blocks of 64.
+template <int PACKING, int MT, int NT>
+__device__ __forceinline__ void narrow(const Weights &weights, const u16 *x, const float *row_scales, u32 rows, u32 blocks, u32 length, bool add) {
+    const int U = PACKING == CODES4 ? 8 : 4, PIECES = Pack<PACKING>::BYTES / 16, STAGE = MT * NT > 4 ? 1 : U;
+    __shared__ float partial[SEGMENTS][MT * NT][128];
+    u32 warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+    u32 tile = blockIdx.x * MT;
+    const Weight &weight = weight_of(weights, tile);
+    u32 begin = min(warp * length, blocks), end = min(begin + length, blocks);
+    size_t groups = weight.group ? (size_t)blocks * 64 / weight.group : 0;
+    const uint4 *codes = (const uint4 *)weight.codes + (size_t)tile * blocks * PIECES * 32;
+    const u32 *scales = weight.scales + (size_t)tile * groups * 16;
+    const u16 *input = x + (size_t)g * blocks * 64 + t * 8;
+    float sums[MT][NT][4] = {};
+    for (u32 block = begin; block < end; block += STAGE) {
+        uint4 packed[STAGE][MT][PIECES];
+#pragma unroll
+        for (int u = 0; u < STAGE; u++)
+#pragma unroll
+            for (int m = 0; m < MT; m++)
+#pragma unroll
+                for (int i = 0; i < PIECES; i++)
+                    if (block + u < end)
+                        packed[u][m][i] = load_once(codes + (((size_t)m * blocks + block + u) * PIECES + i) * 32 + lane);
+#pragma unroll
+        for (int u = 0; u < STAGE; u++) {
+            if (block + u >= end) break;
+            u32 k = (block + u) * 64;
+            u32 a[MT][4][4];
+#pragma unroll
+            for (int m = 0; m < MT; m++) unpack<PACKING>(packed[u][m], weight, scales + m * groups * 16, k, lane, a[m]);
+#pragma unroll
+            for (int n = 0; n < NT; n++) {
+                const u16 *from = input + (size_t)n * 8 * blocks * 64 + k;
+                uint4 low = __ldg((const uint4 *)from), high = __ldg((const uint4 *)(from + 32));
+#pragma unroll
+                for (int m = 0; m < MT; m++) {
+                    mma<Pack<PACKING>::RAW>(sums[m][n], a[m][0], low.x, low.y);
+                    mma<Pack<PACKING>::RAW>(sums[m][n], a[m][1], low.z, low.w);
+                    mma<Pack<PACKING>::RAW>(sums[m][n], a[m][2], high.x, high.y);
+                    mma<Pack<PACKING>::RAW>(sums[m][n], a[m][3], high.z, high.w);
+                }
+            }
+        }
+    }
+#pragma unroll
+    for (int m = 0; m < MT; m++)
+#pragma unroll
+        for (int n = 0; n < NT; n++)
+#pragma unroll
+            for (int i = 0; i < 4; i++) partial[warp][m * NT + n][(2 * t + i % 2) * 16 + g + i / 2 * 8] = sums[m][n][i];
+    __syncthreads();
+    u32 segments = (blocks + length - 1) / length;
+    for (u32 i = threadIdx.x; i < MT * NT * 128; i += blockDim.x) {
+        u32 part = i / 128, m = part / NT, row = part % NT * 8 + i % 128 / 16, output = (tile + m) * 16 + i % 16;
+        if (row >= rows) continue;
+        float sum = partial[0][part][i % 128];
+        for (u32 segment = 1; segment < segments; segment++) sum += partial[segment][part][i % 128];
+        finish(weight, row, output, sum, row_scales[row], add);
+    }
+}
+
+// Any number of rows: a block has 128 outputs and 128 rows, a warp 16 * WM outputs and 8 * WN rows of them. Inputs come in blocks of 64, four of them on
+// their way at a time.
+#define WIDE_STAGES 4
+template <int PACKING, int WM, int WN>
+__device__ __forceinline__ void wide(const Weights &weights, const u16 *x, const float *row_scales, u32 rows, u32 blocks, u32 length, bool add) {
+    const int PIECES = Pack<PACKING>::BYTES / 16, A = 8 * PIECES * 512, B = 128 * 128, ACROSS = 8 / WM;
+    extern __shared__ __align__(128) u8 shared[];
+    u32 warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+    u32 tile = blockIdx.y * 8, first = blockIdx.x * 128;
+    const Weight &weight = weight_of(weights, tile);
+    u32 last = (weight.outputs + 15) / 16 - 1;
+    size_t groups = weight.group ? (size_t)blocks * 64 / weight.group : 0;
+    u32 m0 = warp % ACROSS * WM, n0 = warp / ACROSS * WN;
+    auto fetch = [&](u32 block) {
+        u8 *to = shared + block % WIDE_STAGES * (A + B);
+        for (u32 i = threadIdx.x; i < 8 * PIECES * 32; i += 256) {
+            u32 row = min(tile + i / (PIECES * 32), last);
+            copy_async(to + i * 16, weight.codes + (((size_t)row * blocks + block) * PIECES * 32 + i % (PIECES * 32)) * 16);
+        }
+        // [half][row][32 inputs], so that a quarter of a warp reads 128 bytes in a row.
+        for (u32 i = threadIdx.x; i < 1024; i += 256) {
+            u32 row = i / 8, piece = i % 8;
+            copy_async(to + A + piece / 4 * 8192 + row * 64 + piece % 4 * 16, x + ((size_t)first + row) * blocks * 64 + block * 64 + piece * 8);
+        }
+    };
+#pragma unroll
+    for (u32 stage = 0; stage < WIDE_STAGES - 1; stage++) {
+        if (stage < blocks) fetch(stage);
+        copy_commit();
+    }
+    float sums[WM][WN][4] = {}, total[WM][WN][4] = {};
+    for (u32 block = 0; block < blocks; block++) {
+        copy_wait<WIDE_STAGES - 2>();
+        __syncthreads();
+        if (block + WIDE_STAGES - 1 < blocks) fetch(block + WIDE_STAGES - 1);
+        copy_commit();
+        const u8 *from = shared + block % WIDE_STAGES * (A + B);
+#pragma unroll
+        for (int m = 0; m < WM; m++) {
+            uint4 packed[PIECES];
+#pragma unroll
+            for (int i = 0; i < PIECES; i++) packed[i] = ((const uint4 *)from)[((m0 + m) * PIECES + i) * 32 + lane];
+            u32 a[4][4];
+            unpack<PACKING>(packed, weight, weight.scales + (size_t)min(tile + m0 + m, last) * groups * 16, block * 64, lane, a);
+#pragma unroll
+            for (int n = 0; n < WN; n++) {
+                const uint4 *b = (const uint4 *)(from + A + ((n0 + n) * 8 + g) * 64 + t * 16);
+                uint4 low = b[0], high = b[512];
+                mma<Pack<PACKING>::RAW>(sums[m][n], a[0], low.x, low.y);
+                mma<Pack<PACKING>::RAW>(sums[m][n], a[1], low.z, low.w);
+                mma<Pack<PACKING>::RAW>(sums[m][n], a[2], high.x, high.y);
+                mma<Pack<PACKING>::RAW>(sums[m][n], a[3], high.z, high.w);
+            }
+        }
+        if ((block + 1) % length == 0 || block + 1 == blocks) {
+            bool start = block < length;
+#pragma unroll
+            for (int m = 0; m < WM; m++)
+#pragma unroll
+                for (int n = 0; n < WN; n++)
+#pragma unroll
+                    for (int i = 0; i < 4; i++) {
+                        total[m][n][i] = start ? sums[m][n][i] : total[m][n][i] + sums[m][n][i];
+                        sums[m][n][i] = 0.0f;
+                    }
+        }
+    }
+#pragma unroll
+    for (int m = 0; m < WM; m++)
+#pragma unroll
+        for (int n = 0; n < WN; n++)
+#pragma unroll
+            for (int i = 0; i < 4; i++) {
+                u32 row = first + (n0 + n) * 8 + 2 * t + i % 2, output = (tile + m0 + m) * 16 + g + i / 2 * 8;
+                if (row < rows) finish(weight, row, output, total[m][n][i], row_scales[row], add);
+            }
+}
+
+#define NARROW(NAME, PACKING, MT, NT)                                                                                                   \
+    extern "C" __global__ void __launch_bounds__(256, 2) NAME(Weights weights, const u16 *x, const float *scales, u32 rows, u32 blocks, \
+                                                              u32 length, u32 add) {                                                    \
+        narrow<PACKING, MT, NT>(weights, x, scales, rows, blocks, length, add);                                                         \
+    }
+#define WIDE(NAME, PACKING, WM, WN)                                                                                                     \
+    extern "C" __global__ void __launch_bounds__(256, 1) NAME(Weights weights, const u16 *x, const float *scales, u32 rows, u32 blocks, \
+                                                              u32 length, u32 add) {                                                    \
+        wide<PACKING, WM, WN>(weights, x, scales, rows, blocks, length, add);                                                           \
+    }
+#define PRODUCTS(NAME, PACKING, WM, WN)  \
+    NARROW(NAME##_narrow8, PACKING, 1, 1)  \
+    NARROW(NAME##_narrow16, PACKING, 1, 2) \
+    NARROW(NAME##_narrow32, PACKING, 2, 4) \
+    NARROW(NAME##_narrow64, PACKING, 1, 8) \
+    WIDE(NAME##_wide, PACKING, WM, WN)
+
+PRODUCTS(half, HALF, 4, 4)
+PRODUCTS(brain, BRAIN, 4, 4)
+PRODUCTS(codes4, CODES4, 2, 8)
+PRODUCTS(codes8, CODES8, 2, 8)
+
+// Weights in f32, for comparisons: [outputs, inputs] as they are. A warp has one output and four rows at a time; lanes take every 32nd input.
+extern "C" __global__ void __launch_bounds__(256) exact(const float *weight, const float *bias, const float *x, float *out, u32 outputs, u32 inputs, u32 rows, u32 add) {
+    u32 output = blockIdx.x * 8 + threadIdx.x / 32, lane = threadIdx.x % 32, first = blockIdx.y * 4;
+    if (output >= outputs) return;
+    const float *w = weight + (size_t)output * inputs;
+    float sums[4] = {};
+    for (u32 k = lane; k < inputs; k += 32)
+#pragma unroll
+        for (int i = 0; i < 4; i++)
+            if (first + i < rows) sums[i] = fmaf(w[k], x[(size_t)(first + i) * inputs + k], sums[i]);
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+        float sum = warp_reduce<Sum>(sums[i]);
+        if (lane == 0 && first + i < rows) {
+            float *to = out + (size_t)(first + i) * outputs + output;
+            float y = bias ? sum + bias[output] : sum;
+            *to = add ? *to + y : y;
+        }
+    }
+}
+
+// What becomes the activations of a product: x itself, its norm, or activation(x) * up; in 16 bits, in rows of `padded` values, and a factor for each row.
+// The row is kept in shared memory. Also writes f32 where `out` is given.
+enum Input { PLAIN = 0, NORMED = 1, GATED = 2 };
+extern "C" __global__ void __launch_bounds__(1024) prepare(const float *x, const float *other, int input, int activation, float eps, u32 width, u32 padded, u32 brain,
+                                    u16 *to, float *scales) {
+    extern __shared__ float row[];
+    __shared__ float scratch[32];
+    const float *from = x + (size_t)blockIdx.x * width;
+    float squares = 0.0f, largest = 0.0f;
+    for (u32 i = threadIdx.x; i < width; i += blockDim.x) {
+        float y = from[i];
+        if (input == GATED) y = activated(activation, y) * other[(size_t)blockIdx.x * width + i];
+        row[i] = y;
+        squares = fmaf(y, y, squares);
+    }
+    float factor = 1.0f;
+    if (input == NORMED) factor = rsqrtf(block_reduce<Sum>(squares, scratch) / width + eps);
+    for (u32 i = threadIdx.x; i < width; i += blockDim.x) {
+        if (input == NORMED) row[i] = row[i] * factor * other[i];
+        largest = fmaxf(largest, fabsf(row[i]));
+    }
+    float scale = 1.0f;
+    if (!brain) {
+        largest = block_reduce<Max>(largest, scratch);
+        // The exponent that brings the largest value into 2^14 .. 2^15; nothing for zeros, and what is not finite stays so.
+        int exponent = (int)(__float_as_uint(largest) >> 23) - 127 - 14;
+        exponent = largest > 0.0f && largest < INFINITY ? max(exponent, -100) : 0;
+        scale = exp2f((float)exponent);
+    }
+    float inverse = 1.0f / scale;
+    u16 *out = to + (size_t)blockIdx.x * padded;
+    for (u32 i = threadIdx.x; i < padded; i += blockDim.x) {
+        float y = i < width ? row[i] * inverse : 0.0f;
+        out[i] = brain ? narrow_bf16(y) : narrow_f16(y);
+    }
+    if (threadIdx.x == 0) scales[blockIdx.x] = scale;
+}
+
+// Packs raw weights [outputs, inputs] of 16 bits: a thread has one lane's bytes of 64 inputs.
+extern "C" __global__ void pack_raw(const u16 *weight, u32 outputs, u32 inputs, u32 blocks, u16 *to) {
+    u32 lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+    u32 block = blockIdx.x * (blockDim.x / 32) + threadIdx.x / 32, tile = blockIdx.y;
+    if (block >= blocks) return;
+    for (u32 i = 0; i < 32; i++) {
+        u32 step = i / 8, reg = i % 8 / 2, row = tile * 16 + g + reg % 2 * 8;
+        u32 k = block * 64 + step / 2 * 32 + t * 8 + step % 2 * 4 + reg / 2 * 2 + i % 2;
+        u16 x = row < outputs && k < inputs ? weight[(size_t)row * inputs + k] : 0;
+        to[((((size_t)tile * blocks + block) * 4 + step) * 32 + lane) * 8 + i % 8] = x;
+    }
+}
+
+// Packs codes [outputs, inputs] of a byte each.
+extern "C" __global__ void pack_codes(const u8 *codes, u32 outputs, u32 inputs, u32 blocks, u32 bits, u8 *to) {
+    u32 lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+    u32 block = blockIdx.x * (blockDim.x / 32) + threadIdx.x / 32, tile = blockIdx.y;
+    if (block >= blocks) return;
+    for (u32 step = 0; step < 4; step++) {
+        u32 words[2] = {};
+        for (u32 i = 0; i < 8; i++) {
+            u32 reg = i / 2, row = tile * 16 + g + reg % 2 * 8;
+            u32 k = block * 64 + step / 2 * 32 + t * 8 + step % 2 * 4 + reg / 2 * 2 + i % 2;
+            u32 code = row < outputs && k < inputs ? codes[(size_t)row * inputs + k] : 0;
+            if (bits == 4) words[0] |= code << (4 * (reg + i % 2 * 4));
+            else words[i / 4] |= code << (8 * (i % 4));
+        }
+        if (bits == 4) {
+            ((u32 *)to)[(((size_t)tile * blocks + block) * 32 + lane) * 4 + step] = words[0];
+        } else {
+            u32 *out = (u32 *)to + ((((size_t)tile * blocks + block) * 2 + step / 2) * 32 + lane) * 4 + step % 2 * 2;
+            out[0] = words[0], out[1] = words[1];
+        }
+    }
+}
+
+// Packs scales and biases [outputs, groups] of f32 as pairs of f16. Groups beyond the inputs, and outputs beyond the last, decode to zero.
+extern "C" __global__ void pack_scales(const float *scales, const float *biases, u32 outputs, u32 groups, u32 padded, u32 *to) {
+    u32 at = blockIdx.x * blockDim.x + threadIdx.x, tile = blockIdx.y;
+    if (at >= padded * 16) return;
+    u32 row = tile * 16 + at % 16, group = at / 16;
+    bool real = row < outputs && group < groups;
+    size_t from = (size_t)row * groups + group;
+    to[(size_t)tile * padded * 16 + at] = real ? narrow2<F16>(scales[from], biases[from]) : 0;
+}
+
+// One weight of a packed matrix, as products see it.
+__device__ float weight_at(const Weight &weight, int packing, u32 blocks, u32 row, u32 k) {
+    u32 tile = row / 16, g = row % 8, high = row % 16 / 8, block = k / 64, step = k % 64 / 32 * 2 + k % 8 / 4, t = k % 32 / 8;
+    u32 lane = g * 4 + t, reg = k % 4 / 2 * 2 + high, at = reg * 2 + k % 2;
+    size_t base = (size_t)tile * blocks + block;
+    if (packing == HALF || packing == BRAIN) {
+        u16 x = ((const u16 *)weight.codes)[((base * 4 + step) * 32 + lane) * 8 + at];
+        return packing == HALF ? widen_f16(x) : widen_bf16(x);
+    }
+    u32 code;
+    if (packing == CODES4) code = ((const u32 *)weight.codes)[(base * 32 + lane) * 4 + step] >> (4 * (reg + k % 2 * 4)) & 15;
+    else code = weight.codes[((base * 2 + step / 2) * 32 + lane) * 16 + step % 2 * 8 + at];
+    u32 pair = weight.scales[((size_t)tile * (blocks * 64 / weight.group) + k / weight.group) * 16 + row % 16];
+    float zero = widen_f16((u16)weight.zero);
+    return widen_f16(narrow_f16(fmaf(1024.0f + code - zero, widen_f16((u16)pair), widen_f16((u16)(pair >> 16)))));
+}
+
+// out[t] = scale * row token[t] of a packed matrix; packing 4 is f32.
+extern "C" __global__ void embed(Weight weight, int packing, u32 blocks, const u32 *tokens, float scale, float *out, u32 width) {
+    u32 row = tokens[blockIdx.x];
+    for (u32 k = threadIdx.x; k < width; k += blockDim.x) {
+        float x = packing == 4 ? ((const float *)weight.codes)[(size_t)row * width + k] : weight_at(weight, packing, blocks, row, k);
+        out[(size_t)blockIdx.x * width + k] = scale * x;
+    }
+}
