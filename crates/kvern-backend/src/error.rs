@@ -14,6 +14,9 @@ pub enum Error {
     /// A checkpoint.
     #[error(transparent)]
     Image(#[from] kvern_state::ImageError),
+    /// A device, in its own words.
+    #[error(transparent)]
+    Device(Box<dyn std::error::Error + Send + Sync>),
     /// An operand has the wrong shape: the graph is wrong.
     #[error("{verb}: {what} should be {expected}, found {found}")]
     Shape {

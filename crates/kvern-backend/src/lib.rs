@@ -350,6 +350,19 @@ pub trait Backend: Send + Sync + 'static {
         slot: Slot,
         planes: &[&Self::Tensor],
     ) -> Result<(), Error>;
+    /// [`Self::rope`] of `q` and `k`, and [`Self::append`] of `k` and `v` with their rotations; what is left in `k` is not specified.
+    fn rope_append(
+        &self,
+        step: &Self::Step,
+        pages: &mut Self::Pages,
+        slot: Slot,
+        (q, k, v): (&mut Self::Tensor, &mut Self::Tensor, &Self::Tensor),
+        (angles, head_dim): (&Self::Tensor, usize),
+    ) -> Result<(), Error> {
+        self.rope(q, angles, head_dim)?;
+        self.rope(k, angles, head_dim)?;
+        self.append(step, pages, slot, &[k, v])
+    }
     /// `out[t] = softmax(scale * q[t] · Kᵀ) · V` per head, over the columns that the token sees ([`Segment::visible`]); zeros if it sees none.
     ///
     /// Of a latent group, keys are `[latent | rope]` and values the latent. `sinks` has a score for each head that takes part in the softmax

@@ -1,15 +1,17 @@
 //! The promise: a row's tokens do not depend, to a bit, on what the engine does beside or below it.
 
 mod failing;
+#[path = "../../../tests/support/subjects.rs"]
+mod subjects;
 
 use std::path::PathBuf;
 
 use kvern_backend::{Backend, freeze};
-use kvern_cpu::{Cpu, CpuOptions, KernelSet};
 use kvern_engine::{Engine, EngineOptions, Error, Event, Finish, Request, RequestId, Sampling};
 use kvern_models::{KvPolicy, LoadOptions, load};
 use kvern_state::{Batch, Codec, Demand, Identity, Limits, Pool, Tier};
 use kvern_weights::Checkpoint;
+use subjects::{Set, on, sets};
 
 /// Full attention, windows of two pages and a bit in all layers, both, with capped scores, and recurrent layers.
 const MODELS: [&str; 7] = ["llama", "qwen2", "qwen3", "mistral-window", "qwen2-window", "gemma2", "qwen3_5"];
@@ -21,7 +23,7 @@ fn fixture(name: &str) -> PathBuf {
 #[derive(Clone, Copy)]
 struct Setup {
     model: &'static str,
-    set: KernelSet,
+    set: Set,
     threads: usize,
     kv: KvPolicy,
     /// Tokens of a step: how prompts are cut.
@@ -31,7 +33,7 @@ struct Setup {
 impl Setup {
     /// The best instruction set and two threads.
     fn new(model: &'static str) -> Self {
-        let set = *KernelSet::available().last().unwrap();
+        let set = *sets().last().unwrap();
         Self { model, set, threads: 2, kv: KvPolicy::default(), step: 64 }
     }
 }
@@ -54,10 +56,15 @@ fn engine(setup: &Setup, state_memory: u64) -> Engine {
 }
 
 fn engine_keeping(setup: &Setup, state_memory: u64, prefixes: Limits) -> Engine {
-    let isa = Some(setup.set.name().into());
-    let cpu = Cpu::new(&CpuOptions { threads: Some(setup.threads), isa, exact: false }).unwrap();
+    match setup.set {
+        Set::Cpu(set) => engine_on(subjects::cpu(set, setup.threads, false), setup, state_memory, prefixes),
+        Set::Cuda => engine_on(subjects::gpu(false), setup, state_memory, prefixes),
+    }
+}
+
+fn engine_on<B: Backend>(backend: B, setup: &Setup, state_memory: u64, prefixes: Limits) -> Engine {
     let options = LoadOptions { kv: setup.kv, max_tokens: 512, max_outputs: 64, page: 16, ..LoadOptions::default() };
-    let model = load(&cpu, Checkpoint::open(&fixture(setup.model)).unwrap(), &options).unwrap();
+    let model = load(&backend, Checkpoint::open(&fixture(setup.model)).unwrap(), &options).unwrap();
     let options = EngineOptions {
         max_rows: 32,
         max_tokens: setup.step,
@@ -66,7 +73,7 @@ fn engine_keeping(setup: &Setup, state_memory: u64, prefixes: Limits) -> Engine 
         snapshot_stride: 48,
         ..EngineOptions::default()
     };
-    Engine::new(cpu, model, options).unwrap()
+    Engine::new(backend, model, options).unwrap()
 }
 
 /// What is in use once nothing is kept.
@@ -77,15 +84,23 @@ fn residue(engine: &mut Engine) -> (u64, u64) {
 
 /// Requests of all kinds; the first is the one that is watched.
 fn requests(count: usize) -> Vec<Request> {
+    requests_drawn(count, false)
+}
+
+/// The same, of which those with even numbers want nothing that keeps a backend from drawing their tokens by itself, if it can.
+fn requests_drawn(count: usize, plain: bool) -> Vec<Request> {
     let request = |index: usize| {
+        let plain = plain && index.is_multiple_of(2);
         let length = [70, 3, 33, 1, 120, 16, 17][index % 7];
         let prompt = (0..length).map(|i| ((i * (index + 3) + index * index) % 96) as u32).collect();
         let sampling = Sampling {
             temperature: [0.8, 0.0, 1.5][index % 3],
             top_k: [0, 20][index % 2],
-            repetition_penalty: 1.1,
+            top_p: [0.95, 1.0, 0.7][index % 3],
+            min_p: [0.0, 0.02][index / 2 % 2],
+            repetition_penalty: if plain { 1.0 } else { 1.1 },
             seed: index as u64,
-            logprobs: Some(2),
+            logprobs: (!plain).then_some(2),
             ..Sampling::default()
         };
         Request { sampling, ..Request::new(prompt, 24 + index % 5) }
@@ -106,24 +121,26 @@ fn run(engine: &mut Engine, requests: Vec<Request>) -> Vec<Vec<Event>> {
 }
 
 /// What must be equal: id and bits of the log-probability of each token, and the end.
-type Bits = (Option<(u32, u32)>, Option<Finish>);
+type Bits = (Option<(u32, Option<u32>)>, Option<Finish>);
 
 /// Events without the names of their requests.
 fn bits(events: &[Event]) -> Vec<Bits> {
-    let token = |event: &Event| event.token.as_ref().map(|token| (token.id, token.logprob.unwrap().to_bits()));
+    let token = |event: &Event| event.token.as_ref().map(|token| (token.id, token.logprob.map(f32::to_bits)));
     events.iter().map(|event| (token(event), event.finish)).collect()
 }
 
 #[test]
 fn tokens_depend_on_the_request_alone() {
     for model in MODELS {
-        for set in KernelSet::available() {
-            for kv in policies() {
+        for set in sets() {
+            // Where the backend draws no tokens, both are the same.
+            let plain = [false, true].into_iter().take(1 + usize::from(matches!(set, Set::Cuda)));
+            for (kv, plain) in policies().into_iter().flat_map(|kv| plain.clone().map(move |plain| (kv, plain))) {
                 let alone = Setup { model, set, threads: 1, kv, step: 512 };
-                let want = bits(&run(&mut engine(&alone, 1 << 30), requests(1))[0]);
+                let want = bits(&run(&mut engine(&alone, 1 << 30), requests_drawn(1, plain))[0]);
                 for (company, threads, step) in [(1, 2, 1), (2, 1, 7), (7, 2, 64), (32, 5, 512), (32, 1, 33)] {
                     let setup = Setup { threads, step: step.max(company), ..alone };
-                    let got = bits(&run(&mut engine(&setup, 1 << 30), requests(company))[0]);
+                    let got = bits(&run(&mut engine(&setup, 1 << 30), requests_drawn(company, plain))[0]);
                     let how = format!("{model}, {}, {kv:?}, {company} rows, {threads} threads, {step}", set.name());
                     assert!(got == want, "{how}");
                 }
@@ -151,23 +168,20 @@ fn tokens_do_not_depend_on_waiting_for_memory() {
 
 #[test]
 fn forks_and_rolled_back_drafts_leave_no_trace() {
-    for (model, set) in
-        MODELS.into_iter().flat_map(|model| KernelSet::available().into_iter().map(move |set| (model, set)))
-    {
-        let cpu = Cpu::new(&CpuOptions { threads: Some(2), isa: Some(set.name().into()), exact: false }).unwrap();
+    fn check<B: Backend>(backend: &B, model: &str, set: Set) {
         let options = LoadOptions { max_tokens: 128, page: 16, ..LoadOptions::default() };
-        let mut model = load(&cpu, Checkpoint::open(&fixture(model)).unwrap(), &options).unwrap();
+        let mut model = load(backend, Checkpoint::open(&fixture(model)).unwrap(), &options).unwrap();
         let pool = Pool::new(model.info().spec.clone(), 1 << 24);
-        let mut pages = cpu.pages(pool.spec()).unwrap();
+        let mut pages = backend.pages(pool.spec()).unwrap();
         let tokens: Vec<u32> = (0..100).map(|i| i * 7 % 96).collect();
         // Appends tokens to the only row of a batch or round; gives the logits of the last one.
         macro_rules! append {
             ($batch:expr, $tokens:expr) => {{
                 let append = $batch.prepare_append(&[$tokens.len()]).unwrap();
                 let plan = append.plan($tokens, &[$tokens.len() as u32 - 1]).unwrap();
-                let step = cpu.begin(plan, &mut pages).unwrap();
-                let logits = model.forward(&cpu, &step, &mut pages).unwrap();
-                let logits = cpu.download(logits).unwrap();
+                let step = backend.begin(plan, &mut pages).unwrap();
+                let logits = model.forward(backend, &step, &mut pages).unwrap();
+                let logits = backend.download(logits).unwrap();
                 append.commit();
                 logits
             }};
@@ -195,10 +209,15 @@ fn forks_and_rolled_back_drafts_leave_no_trace() {
                 assert!(got == want, "{}: {draft} drafted, {keep} kept", set.name());
                 let state = |batch: &Batch| {
                     let row = &batch.rows()[0];
-                    freeze(&cpu, &pages, row, Identity::default(), &tokens[..60]).unwrap().state_hash()
+                    freeze(backend, &pages, row, Identity::default(), &tokens[..60]).unwrap().state_hash()
                 };
                 assert_eq!(state(&batch), state(&plain), "the state is that of a row that never drafted");
             }
+        }
+    }
+    for model in MODELS {
+        for set in sets() {
+            on!(set, 2, false, |backend| check(backend, model, set));
         }
     }
 }

@@ -233,9 +233,8 @@ impl<B: Backend> Model<B> for Gemma2<B> {
         for layer in &self.layers {
             let qkv = &mut [(&layer.q, &mut w.q), (&layer.k, &mut w.k), (&layer.v, &mut w.v)];
             backend.project_norm(&w.x, (&layer.input_norm, config.eps), &mut w.h, qkv)?;
-            backend.rope(&mut w.q, &w.angles, config.head_dim)?;
-            backend.rope(&mut w.k, &w.angles, config.head_dim)?;
-            backend.append(step, pages, layer.slot, &[&w.k, &w.v])?;
+            let rotation = (&w.angles, config.head_dim);
+            backend.rope_append(step, pages, layer.slot, (&mut w.q, &mut w.k, &w.v), rotation)?;
             let attention = Attention { slot: layer.slot, heads: config.heads, scale, softcap };
             backend.attend(step, pages, attention, None, &w.q, &mut w.attended)?;
             backend.project(&w.attended, &mut [(&layer.o, &mut w.h)])?;

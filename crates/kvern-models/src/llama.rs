@@ -267,9 +267,8 @@ impl<B: Backend> Model<B> for Llama<B> {
                 backend.rms_norm_in_place(&mut w.q, q_norm, config.eps)?;
                 backend.rms_norm_in_place(&mut w.k, k_norm, config.eps)?;
             }
-            backend.rope(&mut w.q, &w.angles, config.head_dim)?;
-            backend.rope(&mut w.k, &w.angles, config.head_dim)?;
-            backend.append(step, pages, slot, &[&w.k, &w.v])?;
+            let rotation = (&w.angles, config.head_dim);
+            backend.rope_append(step, pages, slot, (&mut w.q, &mut w.k, &w.v), rotation)?;
             let attention = Attention { slot, heads: config.heads, scale, softcap: None };
             backend.attend(step, pages, attention, None, &w.q, &mut w.attended)?;
             backend.project_add(&w.attended, &layer.o, &mut w.x)?;

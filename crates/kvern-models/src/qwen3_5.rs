@@ -426,9 +426,8 @@ impl<B: Backend> Full<B> {
         )?;
         backend.rms_norm_in_place(&mut w.base.q, &self.q_norm, config.eps)?;
         backend.rms_norm_in_place(&mut w.base.k, &self.k_norm, config.eps)?;
-        backend.rope(&mut w.base.q, &w.base.angles, config.head_dim)?;
-        backend.rope(&mut w.base.k, &w.base.angles, config.head_dim)?;
-        backend.append(step, pages, slot, &[&w.base.k, &w.base.v])?;
+        let (base, dim) = (&mut w.base, config.head_dim);
+        backend.rope_append(step, pages, slot, (&mut base.q, &mut base.k, &base.v), (&base.angles, dim))?;
         let attention = Attention { slot, heads: config.heads, scale, softcap: None };
         backend.attend(step, pages, attention, None, &w.base.q, &mut w.base.attended)?;
         backend.gate(Activation::Sigmoid, &mut w.q_gate, &w.base.attended)?;

@@ -1,15 +1,18 @@
 //! Small random checkpoints against goldens of mlx-lm, with windows of transformers, in float32; see `tools/oracle/models.py`.
 
+#[path = "../../../tests/support/subjects.rs"]
+mod subjects;
+
 use std::fs;
 use std::path::{Path, PathBuf};
 
 use kvern_backend::{Backend, Reference};
-use kvern_cpu::{Cpu, CpuOptions, KernelSet};
 use kvern_models::{Error, KvPolicy, LoadOptions, Model, load};
 use kvern_state::{Batch, Codec, Demand, Pool};
 use kvern_weights::Checkpoint;
 use safetensors::SafeTensors;
 use serde_json::Value;
+use subjects::{Set, on, sets};
 
 const CASES: [&str; 13] = [
     "gemma2",
@@ -101,10 +104,6 @@ fn error<B: Backend>(backend: &B, path: &Path, goldens: &Path, kv: Option<Codec>
     worst
 }
 
-fn cpu(set: KernelSet, exact: bool) -> Cpu {
-    Cpu::new(&CpuOptions { threads: Some(2), isa: Some(set.name().into()), exact }).unwrap()
-}
-
 #[test]
 fn the_reference_backend_computes_the_oracle_s_logits() {
     for case in CASES {
@@ -114,31 +113,34 @@ fn the_reference_backend_computes_the_oracle_s_logits() {
 }
 
 #[test]
-fn the_cpu_in_exact_mode_computes_the_oracle_s_logits_and_tokens() {
+fn exact_mode_computes_the_oracle_s_logits_and_tokens() {
     for case in CASES {
-        for set in KernelSet::available() {
-            let error = error(&cpu(set, true), &fixture(case), &fixture(case), Some(Codec::F32), true);
+        for set in sets() {
+            let of = |path: &Path| on!(set, 2, true, |backend| error(backend, path, path, Some(Codec::F32), true));
+            let error = of(&fixture(case));
             assert!(error < 1e-4, "{case}, {}: {error}", set.name());
         }
     }
 }
 
 #[test]
-fn the_cpu_with_state_in_half_precision_stays_within_its_bound() {
+fn state_in_half_precision_stays_within_its_bound() {
     for case in CASES {
-        for set in KernelSet::available() {
-            // Logits range over about ±10; keys and values carry 11 bits.
-            let error = error(&cpu(set, false), &fixture(case), &fixture(case), None, false);
-            assert!(error < 0.05, "{case}, {}: {error}", set.name());
+        for set in sets() {
+            let of = |path: &Path| on!(set, 2, false, |backend| error(backend, path, path, None, false));
+            let error = of(&fixture(case));
+            // Logits range over about ±10; keys and values carry 11 bits, and on a GPU activations do.
+            assert!(error < if matches!(set, Set::Cuda) { 0.1 } else { 0.05 }, "{case}, {}: {error}", set.name());
         }
     }
 }
 
 #[test]
 fn a_gguf_file_gives_the_same_bits_as_its_checkpoint() {
-    let backend = cpu(KernelSet::available()[0], false);
     let tokens: Vec<u32> = (0..70).map(|i| i * 5 % VOCAB as u32).collect();
-    let from = |path: &Path| logits(&backend, open(&backend, path, None).as_mut(), &tokens, 256);
+    let from = |path: &Path| {
+        on!(sets()[0], 2, false, |backend| logits(backend, open(backend, path, None).as_mut(), &tokens, 256))
+    };
     assert!(from(&fixture("llama")) == from(&fixture("llama/model.gguf")));
     // A GGUF file does not say by what Gemma 2 scales its scores; all published models but one scale by the head dimension.
     let scaled = changed("gemma2", |config| config["query_pre_attn_scalar"] = 16.into());
@@ -215,9 +217,9 @@ fn the_draft_head_makes_the_oracle_s_guesses() {
     let exact = Some(Codec::F32);
     let error = draft_error(&Reference::new(), exact, 256);
     assert!(error < 1e-4, "{error}");
-    for set in KernelSet::available() {
+    for set in sets() {
         for chunk in [1, 7, 256] {
-            let error = draft_error(&cpu(set, true), exact, chunk);
+            let error = on!(set, 2, true, |backend| draft_error(backend, exact, chunk));
             assert!(error < 1e-4, "{}, chunks of {chunk}: {error}", set.name());
         }
     }
@@ -228,9 +230,12 @@ fn the_draft_head_makes_the_oracle_s_guesses() {
 #[ignore = "KVERN_TRAINED names a directory with the trained model tiny-qwen3_5"]
 fn the_draft_head_of_a_trained_model_makes_its_makers_guesses() {
     let path = PathBuf::from(std::env::var("KVERN_TRAINED").unwrap()).join("tiny-qwen3_5");
-    let backend = cpu(*KernelSet::available().last().unwrap(), true);
+    on!(*sets().last().unwrap(), 2, true, |backend| trained_drafts(backend, &path));
+}
+
+fn trained_drafts<B: Backend>(backend: &B, path: &Path) {
     let options = LoadOptions { draft: true, ..options(Some(Codec::F32)) };
-    let mut model = load(&backend, Checkpoint::open(&path).unwrap(), &options).unwrap();
+    let mut model = load(backend, Checkpoint::open(path).unwrap(), &options).unwrap();
     let file = fs::read(path.join("goldens.safetensors")).unwrap();
     let file = SafeTensors::deserialize(&file).unwrap();
     let numbers = |name: &str| -> Vec<u32> {
@@ -247,15 +252,15 @@ fn the_draft_head_of_a_trained_model_makes_its_makers_guesses() {
         let piece = if done == 0 { prompt.clone() } else { vec![greedy[done - 1]] };
         let append = batch.prepare_append(&[piece.len()]).unwrap();
         let step = backend.begin(append.plan(&piece, &[]).unwrap(), &mut pages).unwrap();
-        model.forward(&backend, &step, &mut pages).unwrap();
-        model.draft(&backend, &step, &mut pages, 0).unwrap();
+        model.forward(backend, &step, &mut pages).unwrap();
+        model.draft(backend, &step, &mut pages, 0).unwrap();
         append.commit();
         let mut round = batch.begin_round();
         let (mut token, mut right) = (next, true);
         for guess in 0..3 {
             let append = round.prepare_draft(&[1]).unwrap();
             let step = backend.begin(append.plan(&[token], &[0]).unwrap(), &mut pages).unwrap();
-            let logits = model.draft(&backend, &step, &mut pages, guess + 1).unwrap().unwrap();
+            let logits = model.draft(backend, &step, &mut pages, guess + 1).unwrap().unwrap();
             token = argmax(&backend.download(logits).unwrap());
             append.commit();
             equal += usize::from(token == drafts[3 * done + guess]);
@@ -270,14 +275,16 @@ fn the_draft_head_of_a_trained_model_makes_its_makers_guesses() {
 #[test]
 fn chunks_do_not_change_a_bit() {
     for case in CASES {
-        for set in KernelSet::available() {
-            let backend = cpu(set, false);
-            let mut model = open(&backend, &fixture(case), None);
+        for set in sets() {
             let tokens: Vec<u32> = (0..150).map(|i| i * i % VOCAB as u32).collect();
-            let whole = logits(&backend, model.as_mut(), &tokens, 256);
+            let by = |chunk: usize| {
+                on!(set, 2, false, |backend| {
+                    logits(backend, open(backend, &fixture(case), None).as_mut(), &tokens, chunk)
+                })
+            };
+            let whole = by(256);
             for chunk in [1, 7, 64] {
-                let chunked = logits(&backend, model.as_mut(), &tokens, chunk);
-                assert!(chunked == whole, "{case}, {}, chunks of {chunk}", set.name());
+                assert!(by(chunk) == whole, "{case}, {}, chunks of {chunk}", set.name());
             }
         }
     }

@@ -154,6 +154,14 @@ impl Tensor {
         &bytes[source * stride..(source + 1) * stride]
     }
 
+    /// One row of a raw tensor as it is stored, which may be at any byte address; `None` for a quantized one.
+    ///
+    /// # Panics
+    /// When `row` is out of range.
+    pub fn raw_row(&self, row: usize) -> Option<&[u8]> {
+        matches!(self.encoding, Encoding::Raw(_)).then(|| self.row_bytes(row))
+    }
+
     /// Decodes one row exactly into `f32`.
     ///
     /// # Panics

@@ -19,7 +19,7 @@ pub struct Cli {
 #[derive(Debug, Args)]
 #[command(next_help_heading = "Every command")]
 pub struct RunArgs {
-    /// Where to run: cpu
+    /// Where to run: cpu, cuda or cuda:N
     #[arg(long, global = true, env = "KVERN_DEVICE", default_value = "cpu", value_name = "DEVICE")]
     device: Device,
     /// Threads [default: all cores]

@@ -10,18 +10,20 @@ pub enum Device {
     /// This machine's processor.
     #[default]
     Cpu,
+    /// An NVIDIA GPU, by its number.
+    Cuda(usize),
 }
 
 impl FromStr for Device {
     type Err = Error;
 
     fn from_str(text: &str) -> Result<Self, Error> {
-        match text {
-            "cpu" => Ok(Self::Cpu),
-            _ if text.starts_with("cuda") => {
-                Err(Error::Device { asked: text.into(), what: "this version of Kvern runs on the cpu only" })
-            }
-            _ => Err(Error::Device { asked: text.into(), what: "there is `cpu`" }),
+        let number = |text: &str| text.strip_prefix(':')?.parse().ok();
+        match (text, text.strip_prefix("cuda")) {
+            ("cpu", _) => Ok(Self::Cpu),
+            (_, Some("")) => Ok(Self::Cuda(0)),
+            (_, Some(rest)) if number(rest).is_some() => Ok(Self::Cuda(number(rest).unwrap_or(0))),
+            _ => Err(Error::Device { asked: text.into(), what: "there are `cpu`, `cuda` and `cuda:N`" }),
         }
     }
 }

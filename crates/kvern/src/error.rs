@@ -20,6 +20,9 @@ pub enum Error {
     /// The CPU backend.
     #[error(transparent)]
     Cpu(#[from] kvern_cpu::Error),
+    /// The GPU backend.
+    #[error(transparent)]
+    Cuda(#[from] kvern_cuda::Error),
     /// Nothing of this name.
     #[error("no model `{name}`: it is neither a file, nor a directory, nor one of {}. {hint}", known.join(", "))]
     NoModel {

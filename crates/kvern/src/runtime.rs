@@ -4,7 +4,9 @@ use std::ops::ControlFlow;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
+use kvern_backend::Backend;
 use kvern_cpu::{Cpu, CpuOptions};
+use kvern_cuda::{Cuda, CudaOptions};
 use kvern_engine::{Engine, EngineOptions, Event, Finish, Request, RequestId, Sampling};
 use kvern_models::{Info, KvPolicy, LoadOptions, load};
 use kvern_state::{Codec, Image, Limits};
@@ -36,11 +38,16 @@ pub struct Options<'a> {
     pub progress: Option<&'a (dyn Fn(usize, usize) + 'a)>,
 }
 
-/// The most tokens of one step, and the most of them with logits.
-pub(crate) const STEP_TOKENS: usize = 256;
-const STEP_OUTPUTS: usize = 128;
 /// Tokens of a page.
 const PAGE: usize = 64;
+
+/// What one step may hold: (tokens, tokens with logits). A GPU is filled by more tokens than a processor.
+fn step(device: Device) -> (usize, usize) {
+    match device {
+        Device::Cpu => (256, 128),
+        Device::Cuda(_) => (4096, 256),
+    }
+}
 
 /// Codecs of a preset: one name for both sides.
 ///
@@ -113,9 +120,24 @@ impl Runtime {
     /// As [`Self::load`].
     pub fn open(path: &Path, options: &Options<'_>) -> Result<Self, Error> {
         let start = Instant::now();
-        let Device::Cpu = options.device;
         let checkpoint = Checkpoint::open(path)?;
-        let cpu = Cpu::new(&CpuOptions { threads: options.threads, isa: options.isa.clone(), exact: options.exact })?;
+        // Before the weights, which then reuse the memory that building a tokenizer frees.
+        let text = Text::load(checkpoint.source())?;
+        let engine = match options.device {
+            Device::Cpu => {
+                let (threads, isa) = (options.threads, options.isa.clone());
+                Self::engine(Cpu::new(&CpuOptions { threads, isa, exact: options.exact })?, checkpoint, options)?
+            }
+            Device::Cuda(device) => {
+                let cuda = Cuda::new(&CudaOptions { device, exact: options.exact, ..CudaOptions::default() })?;
+                Self::engine(cuda, checkpoint, options)?
+            }
+        };
+        Ok(Self { engine, text, load_time: start.elapsed() })
+    }
+
+    /// Loads a checkpoint's graph on a backend.
+    fn engine<B: Backend>(backend: B, checkpoint: Checkpoint, options: &Options<'_>) -> Result<Engine, Error> {
         let progress = options.progress.map(|progress| {
             move |done, total| {
                 progress(done, total);
@@ -123,29 +145,27 @@ impl Runtime {
             }
         });
         let exact = options.exact.then_some((Codec::F32, Codec::F32));
+        let (max_tokens, max_outputs) = step(options.device);
         let load_options = LoadOptions {
             kv: KvPolicy { codecs: options.kv.codecs.or(exact), ..options.kv },
-            max_tokens: STEP_TOKENS,
-            max_outputs: STEP_OUTPUTS,
+            max_tokens,
+            max_outputs,
             page: PAGE,
             draft: false,
             progress: progress.as_ref().map(|progress| progress as &dyn Fn(usize, usize) -> ControlFlow<()>),
         };
-        // Before the weights, which then reuse the memory that building a tokenizer frees.
-        let text = Text::load(checkpoint.source())?;
-        let model = load(&cpu, checkpoint, &load_options)?;
+        let model = load(&backend, checkpoint, &load_options)?;
         let defaults = EngineOptions::default();
         let (directory, disk) = options.prefixes.clone().unzip();
         let engine_options = EngineOptions {
-            max_rows: STEP_OUTPUTS,
-            max_tokens: STEP_TOKENS,
+            max_rows: max_outputs,
+            max_tokens,
             state_memory: options.state_memory,
             context: options.context,
             prefixes: Limits { directory, disk: disk.unwrap_or(0), ..defaults.prefixes },
             ..defaults
         };
-        let engine = Engine::new(cpu, model, engine_options)?;
-        Ok(Self { engine, text, load_time: start.elapsed() })
+        Ok(Engine::new(backend, model, engine_options)?)
     }
 
     /// What is known of the model.

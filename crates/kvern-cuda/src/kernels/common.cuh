@@ -137,6 +137,7 @@ struct Plan {
     const Segment *segments;
     const Span *spans; // Of the group: one for each segment.
     const u32 *ids;
+    const u32 *singles; // Tokens of segments of few tokens; NONE for entries that only round a step up.
     u32 window, sinks; // 0 for no window.
 };
 

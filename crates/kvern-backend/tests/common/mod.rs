@@ -3,7 +3,6 @@
 #![allow(dead_code, reason = "each test uses its own part of this")]
 
 use kvern_backend::{Backend, Slot};
-use kvern_cpu::{Cpu, CpuOptions, KernelSet};
 use kvern_state::{Append, Codec, GroupSpec, Kind, Pool, StateSpec, Window};
 
 /// Numbers without structure: a SplitMix64 stream.
@@ -28,11 +27,6 @@ impl Noise {
 pub fn values(seed: u64, count: usize) -> Vec<f32> {
     let mut noise = Noise(seed);
     (0..count).map(|_| noise.value()).collect()
-}
-
-/// A backend with one of this machine's instruction sets.
-pub fn cpu(set: KernelSet, threads: usize, exact: bool) -> Cpu {
-    Cpu::new(&CpuOptions { threads: Some(threads), isa: Some(set.name().into()), exact }).unwrap()
 }
 
 /// A tensor with the given values.

@@ -1,31 +1,36 @@
 //! Images of rows with groups of every kind: between backends, through files, and out of damaged ones.
 
 mod common;
+#[path = "../../../tests/support/subjects.rs"]
+mod subjects;
 
 use std::fs;
 use std::path::Path;
+use std::sync::LazyLock;
 
-use common::{Noise, cpu, groups, spec, store};
+use common::{Noise, groups, spec, store};
 use kvern_backend::{Backend, Error as BackendError, Reference, freeze, thaw};
-use kvern_cpu::KernelSet;
 use kvern_state::{Batch, Codec, GroupSpec, Identity, Image, ImageError, Pool, Row, StateSpec};
 use kvern_weights::Mapping;
+use subjects::{on, sets};
+
+static REFERENCE: LazyLock<Reference> = LazyLock::new(Reference::new);
 
 fn identity() -> Identity {
     Identity { model: "m".into(), adapter: "a".into(), policy: spec().policy(), salt: "s".into() }
 }
 
 /// A backend with storage and a batch of one row.
-struct Life<B: Backend> {
-    backend: B,
+struct Life<'a, B: Backend> {
+    backend: &'a B,
     pool: Pool,
     pages: B::Pages,
     batch: Batch,
     tokens: Vec<u32>,
 }
 
-impl<B: Backend> Life<B> {
-    fn new(backend: B) -> Self {
+impl<'a, B: Backend> Life<'a, B> {
+    fn new(backend: &'a B) -> Self {
         let pool = Pool::new(spec(), 1 << 24);
         let pages = backend.pages(pool.spec()).unwrap();
         let mut life = Self { batch: Batch::new(&pool), backend, pool, pages, tokens: Vec::new() };
@@ -47,18 +52,18 @@ impl<B: Backend> Life<B> {
             let start = self.tokens.len() as u32;
             let tokens: Vec<u32> = (start..start + count as u32).map(|i| i * 31 % 1000).collect();
             let append = self.batch.prepare_append(&[count]).unwrap();
-            store(&self.backend, &mut self.pages, &self.pool, &append, &tokens);
+            store(self.backend, &mut self.pages, &self.pool, &append, &tokens);
             append.commit();
             self.tokens.extend(tokens);
         }
     }
 
     fn image(&self) -> Image {
-        freeze(&self.backend, &self.pages, &self.batch.rows()[0], identity(), &self.tokens).unwrap()
+        freeze(self.backend, &self.pages, &self.batch.rows()[0], identity(), &self.tokens).unwrap()
     }
 
     fn thaw(&mut self, image: &Image) -> Result<Row, BackendError> {
-        thaw(&self.backend, &mut self.pages, &self.pool, image, &identity())
+        thaw(self.backend, &mut self.pages, &self.pool, image, &identity())
     }
 }
 
@@ -71,7 +76,7 @@ fn saved(image: &Image, directory: &Path) -> Image {
 /// Save, another process, restore, continue: at every kind of length, on every backend, from every other.
 #[test]
 fn a_restored_row_goes_on_as_if_it_had_never_stopped() {
-    fn check<A: Backend, B: Backend>(from: A, to: B, directory: &Path) {
+    fn check<A: Backend, B: Backend>(from: &A, to: &B, directory: &Path) {
         let mut whole = Life::new(from);
         let mut to = Life::new(to);
         // Shorter than a page, on borders of pages, before, at and after the change of encoding, inside the window and past it.
@@ -86,7 +91,7 @@ fn a_restored_row_goes_on_as_if_it_had_never_stopped() {
                 assert_eq!(to.image().state_hash(), image.state_hash());
                 to.grow(50 + again, 9);
             }
-            let mut on = Life::new(Reference::new());
+            let mut on = Life::new(&*REFERENCE);
             on.grow(to.tokens.len(), 300);
             assert_eq!(to.image().state_hash(), on.image().state_hash(), "restored at {}", image.tokens().len());
         }
@@ -94,24 +99,24 @@ fn a_restored_row_goes_on_as_if_it_had_never_stopped() {
         assert_eq!((to.pool.usage().used, to.pool.usage().promised), (0, 0));
     }
     let directory = tempfile::tempdir().unwrap();
-    for set in KernelSet::available() {
-        check(cpu(set, 2, false), cpu(set, 3, false), directory.path());
-        check(Reference::new(), cpu(set, 1, false), directory.path());
-        check(cpu(set, 1, false), Reference::new(), directory.path());
+    for set in sets() {
+        on!(set, 2, false, |backend| check(backend, backend, directory.path()));
+        on!(set, 3, false, |backend| check(&*REFERENCE, backend, directory.path()));
+        on!(set, 1, false, |backend| check(backend, &*REFERENCE, directory.path()));
     }
 }
 
 #[test]
 fn an_empty_row_is_saved_and_restored_as_one() {
     let directory = tempfile::tempdir().unwrap();
-    let mut life = Life::new(Reference::new());
+    let mut life = Life::new(&*REFERENCE);
     let image = saved(&life.image(), directory.path());
     assert_eq!((image.tokens().len(), image.bytes()), (0, 0));
     let row = life.thaw(&image).unwrap();
     assert!(row.is_empty());
     life.admit(row, Vec::new());
     life.grow(30, 7);
-    let mut plain = Life::new(Reference::new());
+    let mut plain = Life::new(&*REFERENCE);
     plain.grow(30, 30);
     assert_eq!(life.image().state_hash(), plain.image().state_hash());
 }
@@ -121,7 +126,7 @@ fn an_empty_row_is_saved_and_restored_as_one() {
 fn a_damaged_file_is_an_error_and_the_running_row_does_not_notice() {
     let directory = tempfile::tempdir().unwrap();
     let path = directory.path().join("row.kvern");
-    let mut life = Life::new(Reference::new());
+    let mut life = Life::new(&*REFERENCE);
     life.grow(70, 16);
     life.image().save(&path).unwrap();
     let (good, before, usage) = (fs::read(&path).unwrap(), life.image().state_hash(), life.pool.usage());
@@ -147,7 +152,7 @@ fn a_damaged_file_is_an_error_and_the_running_row_does_not_notice() {
 
 #[test]
 fn state_of_anything_else_is_refused_by_name() {
-    let mut life = Life::new(Reference::new());
+    let mut life = Life::new(&*REFERENCE);
     life.grow(70, 16);
     let image = life.image();
     let usage = life.pool.usage();
@@ -197,7 +202,7 @@ fn state_of_anything_else_is_refused_by_name() {
 fn impossible_sizes_are_damage() {
     let directory = tempfile::tempdir().unwrap();
     let path = directory.path().join("row.kvern");
-    Life::new(Reference::new()).image().save(&path).unwrap();
+    Life::new(&*REFERENCE).image().save(&path).unwrap();
     let bytes = fs::read(&path).unwrap();
     let file = safetensors::SafeTensors::deserialize(&bytes).unwrap();
     let (_, header) = safetensors::SafeTensors::read_metadata(&bytes).unwrap();
@@ -228,7 +233,7 @@ fn another_version_is_refused_as_such() {
 fn a_save_that_fails_leaves_the_older_file_and_nothing_else() {
     let directory = tempfile::tempdir().unwrap();
     let path = directory.path().join("row.kvern");
-    let mut life = Life::new(Reference::new());
+    let mut life = Life::new(&*REFERENCE);
     life.grow(20, 16);
     life.image().save(&path).unwrap();
     let before = fs::read(&path).unwrap();

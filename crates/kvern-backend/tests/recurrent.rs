@@ -1,11 +1,13 @@
 //! Recurrent layers against the reference backend, and their state under every way of reaching it.
 
 mod common;
+#[path = "../../../tests/support/subjects.rs"]
+mod subjects;
 
-use common::{cpu, difference, tensor, values};
+use common::{difference, tensor, values};
 use kvern_backend::{Backend, DeltaInputs, DeltaRule, Reference, Slot, freeze};
-use kvern_cpu::KernelSet;
 use kvern_state::{Append, Batch, GroupSpec, Identity, Pool, StateSpec};
+use subjects::{on, sets};
 
 const HEADS: usize = 4;
 const KEY_HEADS: usize = 2;
@@ -85,8 +87,8 @@ fn agrees_with_the_reference() {
     let tokens: Vec<u32> = (0..150).collect();
     let reference = Reference::new();
     let want = Run::new(&reference, 1).append(&[&tokens]).remove(0);
-    for set in KernelSet::available() {
-        let got = Run::new(&cpu(set, 2, false), 1).append(&[&tokens]).remove(0);
+    for set in sets() {
+        let got = on!(set, 2, false, |backend| Run::new(backend, 1).append(&[&tokens]).remove(0));
         let error = difference(&got, &want);
         assert!(error < 1e-5, "{}: {error}", set.name());
     }
@@ -95,21 +97,24 @@ fn agrees_with_the_reference() {
 #[test]
 fn bits_do_not_depend_on_chunks_company_or_threads() {
     let tokens: Vec<u32> = (0..90).collect();
-    for set in KernelSet::available() {
-        let alone = cpu(set, 1, false);
-        let mut run = Run::new(&alone, 1);
-        let want = run.append(&[&tokens]).remove(0);
-        let hash = run.hash(0, &tokens);
+    fn alone<B: Backend>(backend: &B, tokens: &[u32]) -> (Vec<f32>, String) {
+        let mut run = Run::new(backend, 1);
+        (run.append(&[tokens]).remove(0), run.hash(0, tokens))
+    }
+    fn chunked<B: Backend>(backend: &B, tokens: &[u32], chunk: usize) -> (Vec<f32>, String) {
+        let mut run = Run::new(backend, 3);
+        let mut got = Vec::new();
+        for (i, chunk) in tokens.chunks(chunk).enumerate() {
+            let company: Vec<u32> = (0..i as u32 % 5).collect();
+            got.extend(run.append(&[&company, chunk, &company[..company.len() / 2]]).swap_remove(1));
+        }
+        (got, run.hash(1, tokens))
+    }
+    for set in sets() {
+        let want = on!(set, 1, false, |backend| alone(backend, &tokens));
         for (threads, chunk) in [(1, 1), (2, 2), (3, 7), (2, 64)] {
-            let backend = cpu(set, threads, false);
-            let mut run = Run::new(&backend, 3);
-            let mut got = Vec::new();
-            for (i, chunk) in tokens.chunks(chunk).enumerate() {
-                let company: Vec<u32> = (0..i as u32 % 5).collect();
-                got.extend(run.append(&[&company, chunk, &company[..company.len() / 2]]).swap_remove(1));
-            }
+            let got = on!(set, threads, false, |backend| chunked(backend, &tokens, chunk));
             assert!(got == want, "{}, {threads} threads, chunks of {chunk}", set.name());
-            assert_eq!(run.hash(1, &tokens), hash);
         }
     }
 }
@@ -147,32 +152,36 @@ fn a_round_leaves_the_state_of_a_row_that_never_drafted() {
         assert!(len > 40);
     }
     check(&Reference::new(), &tokens);
-    for set in KernelSet::available() {
-        check(&cpu(set, 2, false), &tokens);
+    for set in sets() {
+        on!(set, 2, false, |backend| check(backend, &tokens));
     }
 }
 
 #[test]
 fn a_kernel_of_one_and_zero_shifts_a_row_by_one_token() {
-    let width = 20;
-    let spec = StateSpec::new(16, vec![GroupSpec::recurrent(1, &[("hidden", width)])]).unwrap();
-    let backend = cpu(KernelSet::available()[0], 1, false);
-    let pool = Pool::new(spec.clone(), 1 << 20);
-    let mut pages = backend.pages(&spec).unwrap();
-    let mut batch = Batch::new(&pool);
-    batch.prepare_admit(vec![(pool.row(), 10)]).unwrap().commit();
-    let kernel = backend.vector(&[vec![1.0; width], vec![0.0; width]].concat()).unwrap();
-    let mut got = Vec::new();
-    for (i, count) in [1, 3, 1].into_iter().enumerate() {
-        let append = batch.prepare_append(&[count]).unwrap();
-        let step = backend.begin(append.plan(&vec![0; count], &[]).unwrap(), &mut pages).unwrap();
-        let x = tensor(&backend, &values(i as u64, count * width), width);
-        let mut out = tensor(&backend, &vec![f32::NAN; count * width], width);
-        let slot = Slot { group: 0, layer: 0 };
-        backend.convolve(&step, &mut pages, (slot, 0), &kernel, &x, &mut out).unwrap();
-        got.extend(backend.download(&out).unwrap());
-        append.commit();
+    fn check<B: Backend>(backend: &B) {
+        let width = 20;
+        let spec = StateSpec::new(16, vec![GroupSpec::recurrent(1, &[("hidden", width)])]).unwrap();
+        let pool = Pool::new(spec.clone(), 1 << 20);
+        let mut pages = backend.pages(&spec).unwrap();
+        let mut batch = Batch::new(&pool);
+        batch.prepare_admit(vec![(pool.row(), 10)]).unwrap().commit();
+        let kernel = backend.vector(&[vec![1.0; width], vec![0.0; width]].concat()).unwrap();
+        let mut got = Vec::new();
+        for (i, count) in [1, 3, 1].into_iter().enumerate() {
+            let append = batch.prepare_append(&[count]).unwrap();
+            let step = backend.begin(append.plan(&vec![0; count], &[]).unwrap(), &mut pages).unwrap();
+            let x = tensor(backend, &values(i as u64, count * width), width);
+            let mut out = tensor(backend, &vec![f32::NAN; count * width], width);
+            let slot = Slot { group: 0, layer: 0 };
+            backend.convolve(&step, &mut pages, (slot, 0), &kernel, &x, &mut out).unwrap();
+            got.extend(backend.download(&out).unwrap());
+            append.commit();
+        }
+        let all = [vec![0.0; width], values(0, width), values(1, 3 * width)].concat();
+        assert_eq!(got, all);
     }
-    let all = [vec![0.0; width], values(0, width), values(1, 3 * width)].concat();
-    assert_eq!(got, all);
+    for set in sets() {
+        on!(set, 1, false, |backend| check(backend));
+    }
 }
