@@ -22,6 +22,12 @@ for line in sys.stdin:
     if message.get("executable"): print(message["executable"])' | tail -1)
     strip -o "$out/$name" "$binary"
 done
+bench=$(cargo bench -p kvern --bench gpu --no-run --message-format=json 2>/dev/null |
+    python3 -c 'import json,sys
+for line in sys.stdin:
+    message = json.loads(line)
+    if message.get("executable"): print(message["executable"])' | tail -1)
+strip -o "$out/bench" "$bench"
 pwd >"$out/root"
 cp tools/gpu/run.sh "$out/run.sh"
 ls -l "$out"

@@ -146,12 +146,15 @@ fn agrees_with_the_reference_around_every_border() {
     agrees(&Case::new(6, 2, 32, &around));
     agrees(&Case { page: 16, ..Case::new(6, 2, 32, &around) });
     agrees(&Case::new(3, 1, 16, &[511, 512, 513, 1025]));
+    agrees(&Case::new(6, 2, 64, &around));
+    agrees(&Case::new(8, 2, 128, &[511, 512, 513, 1025]));
 }
 
 #[test]
 fn agrees_with_the_reference_for_all_head_shapes() {
-    for ratio in [1, 2, 3, 4, 5, 8, 16] {
+    for ratio in [1, 2, 3, 4, 5, 8, 16, 20] {
         agrees(&Case::new(2 * ratio, 2, 32, &[70]));
+        agrees(&Case::new(2 * ratio, 2, 64, &[70]));
     }
     for dim in [16, 64, 80, 96, 128, 192, 256, 512] {
         agrees(&Case::new(3, 1, dim, &[70]));
@@ -165,6 +168,7 @@ fn agrees_with_the_reference_for_all_head_shapes() {
 fn agrees_with_the_reference_on_all_codecs() {
     for k in [Codec::F32, Codec::F16, Codec::Bf16] {
         for v in [Codec::F32, Codec::F16, Codec::Bf16] {
+            agrees(&Case::of(4, attention(2, 64, 64, (k, v)), &[90, 5]));
             let case = Case::of(4, attention(2, 32, 32, (k, v)), &[90, 5]);
             agrees(&case);
             agrees(&Case { softcap: Some(2.0), sinks: true, ..case.clone().windowed(17, 3) });
@@ -182,6 +186,7 @@ fn a_window_is_exact_at_every_border() {
     {
         let around = [window - 1, window, window + 1, window + 64, 3 * window + 40].map(|len| len.max(1));
         agrees(&Case::new(6, 2, 16, &around).windowed(window, sinks));
+        agrees(&Case::new(6, 2, 64, &around).windowed(window, sinks));
         agrees(&Case { page: 16, ..Case::new(3, 1, 16, &around).windowed(window, sinks) });
     }
     // A window that has left whole strides behind, with and without what it keeps.
@@ -196,6 +201,7 @@ fn capped_scores_and_sinks_agree_with_the_reference() {
         agrees(&Case { softcap: Some(cap), sinks: true, ..Case::new(6, 2, 32, &[1, 70, 600]).windowed(50, 0) });
     }
     agrees(&Case { sinks: true, ..Case::new(6, 2, 32, &[1, 70, 600]) });
+    agrees(&Case { softcap: Some(5.0), sinks: true, ..Case::new(6, 2, 128, &[1, 70, 600]).windowed(50, 3) });
 }
 
 #[test]
@@ -218,6 +224,9 @@ fn bits_do_not_depend_on_chunks_company_or_threads() {
         Case { softcap: Some(5.0), sinks: true, ..Case::new(6, 2, 32, &rows).windowed(90, 4) },
         Case::of(6, attention(2, 32, 32, SINGLE).late(37, vec![Codec::F16, Codec::Bf16]), &rows).windowed(600, 0),
         Case::of(6, latent, &rows),
+        Case::new(6, 2, 64, &rows),
+        Case::of(8, attention(2, 128, 128, (Codec::Bf16, Codec::Bf16)), &rows),
+        Case { softcap: Some(5.0), sinks: true, ..Case::new(6, 2, 128, &rows).windowed(300, 70) },
     ];
     for (case, set) in cases.iter().flat_map(|case| sets().into_iter().map(move |set| (case, set))) {
         let want = on!(set, 1, false, |backend| run(backend, case, 2000));

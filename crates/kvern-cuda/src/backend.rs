@@ -13,7 +13,7 @@ use kvern_base::Raw;
 use kvern_state::{Kind, StateSpec, StepPlan, Table};
 use kvern_weights::Tensor as WeightTensor;
 
-use crate::device::{Argument, Device, Error, Grid, Memory, Pinned, Trying, lock};
+use crate::device::{Argument, Device, Error, Grid, Memory, Pinned, Trying, between, lock};
 use crate::linear::{BLOCK, Linear, Packing, Vector, Weights};
 use crate::pages::Pages;
 use crate::record::{Mode, Recorder, Way};
@@ -55,6 +55,8 @@ struct State {
     drawn: Memory,
     results: VecDeque<Drawn>,
     spare: Vec<Pinned>,
+    /// Kernels with marks before and after, while somebody wants to know.
+    profile: Option<Vec<(&'static str, CudaEvent, CudaEvent)>>,
 }
 
 /// Tokens on their way to the host.
@@ -170,6 +172,7 @@ impl Cuda {
             drawn: device.allocate(OUTPUTS * 4)?,
             results: VecDeque::new(),
             spare: Vec::new(),
+            profile: None,
         };
         let (exact, eager) = (options.exact, options.eager);
         Ok(Self { device, exact, eager, state: Mutex::new(state) })
@@ -180,11 +183,44 @@ impl Cuda {
     /// # Safety
     /// As [`Device::launch`].
     unsafe fn launch(&self, name: &'static str, grid: Grid, arguments: &[&dyn Argument]) -> Result<(), BackendError> {
-        if lock(&self.state).mode == Mode::Skip {
+        let mut state = lock(&self.state);
+        if state.mode == Mode::Skip {
             return Ok(());
         }
+        let start = state.profile.as_ref().map(|_| self.device.mark()).transpose()?;
         // SAFETY: the caller answers for the arguments.
-        Ok(unsafe { self.device.launch(name, grid, arguments) }?)
+        unsafe { self.device.launch(name, grid, arguments) }?;
+        if let (Some(profile), Some(start)) = (&mut state.profile, start) {
+            profile.push((name, start, self.device.mark()?));
+        }
+        Ok(())
+    }
+
+    /// Seconds that the device takes for what `enqueue` enqueues.
+    ///
+    /// # Errors
+    /// `enqueue`'s, or the device's.
+    pub fn time<E: From<Error>>(&self, enqueue: impl FnOnce() -> Result<(), E>) -> Result<f64, E> {
+        let start = self.device.mark()?;
+        enqueue()?;
+        let end = self.device.mark()?;
+        Ok(between(&start, &end)?)
+    }
+
+    /// Runs `enqueue` with a clock around each kernel that it starts plainly; gives their names and seconds, in order.
+    ///
+    /// # Errors
+    /// `enqueue`'s, or the device's.
+    pub fn profile<T, E: From<Error>>(
+        &self,
+        enqueue: impl FnOnce() -> Result<T, E>,
+    ) -> Result<(T, Vec<(&'static str, f64)>), E> {
+        lock(&self.state).profile = Some(Vec::new());
+        let outcome = enqueue();
+        let marks = lock(&self.state).profile.take().unwrap_or_default();
+        let times = marks.iter().map(|(name, start, end)| Ok((*name, between(start, end)?)));
+        let times = times.collect::<Result<_, Error>>()?;
+        Ok((outcome?, times))
     }
 
     /// Makes sure that scratch memory has room; what was recorded with another address is forgotten.
@@ -405,7 +441,7 @@ impl Backend for Cuda {
         let best = |run: &dyn Fn() -> Result<(), Error>| -> Result<f64, Error> {
             let mut best = f64::INFINITY;
             for _ in 0..10 {
-                best = best.min(self.device.time(run)?);
+                best = best.min(self.time(run)?);
             }
             Ok(best)
         };
@@ -484,7 +520,7 @@ impl Backend for Cuda {
         pages: &mut Pages,
         mut verbs: impl FnMut(&mut Pages) -> Result<(), E>,
     ) -> Result<(), E> {
-        let size = step.size.filter(|_| !self.eager);
+        let size = step.size.filter(|_| !self.eager && lock(&self.state).profile.is_none());
         let way = size.map_or(Way::Plain, |size| lock(&self.state).recorder.way(size));
         let fail = |error: Error| E::from(error.into());
         match (way, size) {

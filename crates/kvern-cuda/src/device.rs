@@ -304,18 +304,10 @@ impl Device {
         .trying("start a kernel")
     }
 
-    /// Seconds that `enqueue` takes on the device.
-    pub(crate) fn time(&self, enqueue: impl FnOnce() -> Result<(), Error>) -> Result<f64, Error> {
+    /// A mark in the stream whose time can be read.
+    pub(crate) fn mark(&self) -> Result<CudaEvent, Error> {
         self.bind()?;
-        let record = || -> Result<CudaEvent, Error> {
-            let flags = Some(sys::CUevent_flags::CU_EVENT_DEFAULT);
-            self.0.stream.record_event(flags).trying("record an event")
-        };
-        let start = record()?;
-        enqueue()?;
-        let end = record()?;
-        end.synchronize().trying("wait for an event")?;
-        Ok(f64::from(start.elapsed_ms(&end).trying("read an event")?) / 1e3)
+        self.0.stream.record_event(Some(sys::CUevent_flags::CU_EVENT_DEFAULT)).trying("record an event")
     }
 }
 
@@ -457,4 +449,10 @@ impl Drop for Pinned {
 /// Locks what cannot be left half-done by a panic.
 pub(crate) fn lock<T>(mutex: &Mutex<T>) -> std::sync::MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// Seconds between two marks, waiting for the second.
+pub(crate) fn between(start: &CudaEvent, end: &CudaEvent) -> Result<f64, Error> {
+    end.synchronize().trying("wait for an event")?;
+    Ok(f64::from(start.elapsed_ms(end).trying("read an event")?) / 1e3)
 }

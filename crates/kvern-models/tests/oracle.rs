@@ -129,8 +129,8 @@ fn state_in_half_precision_stays_within_its_bound() {
         for set in sets() {
             let of = |path: &Path| on!(set, 2, false, |backend| error(backend, path, path, None, false));
             let error = of(&fixture(case));
-            // Logits range over about ±10; keys and values carry 11 bits, and on a GPU activations do.
-            assert!(error < if matches!(set, Set::Cuda) { 0.1 } else { 0.05 }, "{case}, {}: {error}", set.name());
+            // Logits range over about ±10; keys and values carry 11 bits, and on a GPU so do activations and decoded weights.
+            assert!(error < if matches!(set, Set::Cuda) { 0.2 } else { 0.05 }, "{case}, {}: {error}", set.name());
         }
     }
 }
