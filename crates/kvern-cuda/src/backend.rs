@@ -284,8 +284,8 @@ impl Cuda {
         let rows = x.rows.next_multiple_of(128);
         let inputs = self.reserve(|state| &mut state.inputs, rows * padded * 2)?;
         let scales = self.reserve(|state| &mut state.scales, rows * 4)?;
-        let shared = x.width as u32 * 4;
-        if shared + 256 > self.device.properties().shared {
+        let shared = padded as u32 * 4;
+        if shared + 512 > self.device.properties().shared {
             let found = x.width.to_string();
             return Err(BackendError::Unsupported { what: "a row", found, needs: "to fit into shared memory" });
         }
@@ -295,7 +295,7 @@ impl Cuda {
             Input::Gated(function, up) => (2, up.address(), 0.0, activation(function)),
         };
         // The number of threads decides the order of a norm's sum: it follows from the width alone.
-        let threads = (x.width as u32).next_multiple_of(32).min(1024);
+        let threads = (x.width as u32).div_ceil(4).next_multiple_of(32).min(1024);
         let grid = Grid { shared, ..Grid::new(x.rows as u32, threads) };
         let arguments: &[&dyn Argument] = &[
             &x.address(),
@@ -695,7 +695,8 @@ impl Backend for Cuda {
         for segment in &step.plan.segments {
             kvern_backend::columns("append", segment, slot.group)?;
         }
-        let (width, dim, count) = (q.width as u32, head_dim as u32, angles.width as u32 / 2);
+        let (heads, kv_heads) = ((q.width / head_dim) as u32, pages.spec().groups()[slot.group].heads() as u32);
+        let (dim, count) = (head_dim as u32, angles.width as u32 / 2);
         let arguments: &[&dyn Argument] = &[
             &step.plan(slot),
             &pages.stores(),
@@ -704,12 +705,14 @@ impl Backend for Cuda {
             &k.address(),
             &v.address(),
             &angles.address(),
-            &width,
+            &heads,
+            &kv_heads,
             &dim,
             &count,
         ];
+        let grid = Grid::new((heads + 2 * kv_heads, step.tokens as u32), dim.next_multiple_of(32).min(1024));
         // SAFETY: the shapes were checked, and the plan's pages exist.
-        unsafe { self.launch("rope_append", Grid::new(step.tokens as u32, 512), arguments) }
+        unsafe { self.launch("rope_append", grid, arguments) }
     }
 
     fn attend(

@@ -114,6 +114,8 @@ pub(crate) struct Properties {
     pub(crate) multiprocessors: u32,
     /// Bytes of shared memory that a block may have.
     pub(crate) shared: u32,
+    /// Whether a kernel may be started before the one before it has ended.
+    early: bool,
 }
 
 #[derive(Clone, Copy)]
@@ -201,6 +203,7 @@ impl Device {
             architecture: format!("sm_{major}{minor}{suffix}"),
             multiprocessors: attribute(Attribute::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT)? as u32,
             shared: attribute(Attribute::CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN)? as u32,
+            early: major >= 9,
         };
         let stream = context.new_stream().trying("make a stream")?;
         let (mut functions, mut modules) = (BTreeMap::new(), Vec::new());
@@ -290,18 +293,29 @@ impl Device {
         if grid.blocks.0 == 0 || grid.blocks.1 == 0 || grid.blocks.2 == 0 {
             return Ok(());
         }
+        // Kernels wait by themselves for what they need of those before (`wait_for_earlier_kernels`), so they may be started early.
+        let mut early = sys::CUlaunchAttribute {
+            id: sys::CUlaunchAttributeID::CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION,
+            pad: [0; 4],
+            value: sys::CUlaunchAttributeValue { programmaticStreamSerializationAllowed: 1 },
+        };
+        let (x, y, z) = grid.blocks;
+        let config = sys::CUlaunchConfig {
+            gridDimX: x,
+            gridDimY: y,
+            gridDimZ: z,
+            blockDimX: grid.threads,
+            blockDimY: 1,
+            blockDimZ: 1,
+            sharedMemBytes: grid.shared,
+            hStream: self.0.stream.cu_stream(),
+            attrs: &mut early,
+            numAttrs: u32::from(self.0.properties.early),
+        };
         // SAFETY: the function is of a loaded module, and the caller answers for the arguments.
-        unsafe {
-            result::launch_kernel(
-                function,
-                grid.blocks,
-                (grid.threads, 1, 1),
-                grid.shared,
-                self.0.stream.cu_stream(),
-                &mut pointers[..arguments.len()],
-            )
-        }
-        .trying("start a kernel")
+        unsafe { sys::cuLaunchKernelEx(&config, function, pointers.as_mut_ptr(), std::ptr::null_mut()) }
+            .result()
+            .trying("start a kernel")
     }
 
     /// A mark in the stream whose time can be read.

@@ -21,6 +21,7 @@ __device__ __forceinline__ float capped(float score, float softcap) { return sof
 // Any codec, dimension and kind, one query and head for each block: the definition, in f32. Columns of a page lie at any distance from each other, and
 // those of `latent` groups are keys and values at once.
 extern "C" __global__ void __launch_bounds__(128) attend_any(Attention a) {
+    wait_for_earlier_kernels();
     __shared__ float scores[512], query[1024], scratch[32];
     u32 token = blockIdx.y, head = blockIdx.x, owner = a.plan.owners[token], tid = threadIdx.x, lane = tid % 32, warp = tid / 32;
     if (owner == NONE) return;
@@ -145,6 +146,7 @@ __device__ __forceinline__ float merged(float total, float old, float part, floa
 template <int RAW, int DIM> __device__ __forceinline__ void decode(const Attention &a, float *parts, u32 strides) {
     __shared__ __align__(16) u16 weights[2][16][PAGE + 8];
     __shared__ float maxima[2][4][16];
+    wait_for_earlier_kernels();
     u32 token = a.plan.singles[blockIdx.z], kv = blockIdx.y, stride = blockIdx.x;
     if (token == NONE) return;
     u32 owner = a.plan.owners[token];
@@ -258,23 +260,36 @@ template <int RAW, int DIM> __device__ __forceinline__ void decode(const Attenti
     }
 }
 
-// Merges the strides of one query and head, a thread for each dimension.
+// Merges the strides of one query and head, a thread for each dimension. Partial results are fetched a few at a time, and merged one by one.
 template <int DIM> __device__ __forceinline__ void merge(const Attention &a, const float *parts, u32 strides) {
+    const int BATCH = 16;
+    wait_for_earlier_kernels();
     u32 token = a.plan.singles[blockIdx.y], head = blockIdx.x, i = threadIdx.x;
     if (token == NONE) return;
     u32 owner = a.plan.owners[token];
     Segment segment = a.plan.segments[owner];
     Visible view = visible(a.plan, segment, a.plan.spans[owner], token);
     const float *part = parts + ((size_t)blockIdx.y * a.heads + head) * strides * (DIM + 2);
+    u32 end = (view.end + STRIDE - 1) / STRIDE;
+    auto held = [&](u32 stride) { return stride < end && (stride * STRIDE < view.sinks || (stride + 1) * STRIDE > view.start); };
     float total = 0.0f, mass = 0.0f, max = NOTHING;
-    for (u32 stride = 0; stride * STRIDE < view.end; stride++) {
-        if (stride * STRIDE >= view.sinks && (stride + 1) * STRIDE <= view.start) continue;
-        const float *from = part + (size_t)stride * (DIM + 2);
-        float old, add, now;
-        merging(max, from[DIM], now, old, add);
-        total = merged(total, old, from[i], add);
-        mass = merged(mass, old, from[DIM + 1], add);
-        max = now;
+    for (u32 first = 0; first < end; first += BATCH) {
+        float values[BATCH], maxima[BATCH], masses[BATCH];
+#pragma unroll
+        for (int j = 0; j < BATCH; j++) {
+            const float *from = part + (size_t)(first + j) * (DIM + 2);
+            bool is = held(first + j);
+            values[j] = is ? from[i] : 0.0f, maxima[j] = is ? from[DIM] : NOTHING, masses[j] = is ? from[DIM + 1] : 0.0f;
+        }
+#pragma unroll
+        for (int j = 0; j < BATCH; j++) {
+            if (!held(first + j)) continue;
+            float old, add, now;
+            merging(max, maxima[j], now, old, add);
+            total = merged(total, old, values[j], add);
+            mass = merged(mass, old, masses[j], add);
+            max = now;
+        }
     }
     float factor = 1.0f;
     if (a.sinks) {
@@ -290,6 +305,7 @@ template <int DIM> __device__ __forceinline__ void merge(const Attention &a, con
 template <int RAW, int DIM, int WARPS> __device__ __forceinline__ void window(const Attention &a) {
     const int HALF_PAGE = PAGE * DIM, TILES = DIM / 8;
     extern __shared__ __align__(128) u8 shared[];
+    wait_for_earlier_kernels();
     u16 *stages = (u16 *)shared;
     float *totals = (float *)(shared + 2 * 2 * HALF_PAGE * 2);
     u32 owner = blockIdx.z, first = blockIdx.x * WARPS * 16, kv = blockIdx.y;
@@ -448,7 +464,7 @@ template <int RAW, int DIM, int WARPS> __device__ __forceinline__ void window(co
 }
 
 #define ATTEND(NAME, RAW, DIM, WARPS)                                                                                                                         \
-    extern "C" __global__ void __launch_bounds__(128) attend_decode_##NAME(Attention a, float *parts, u32 strides) { decode<RAW, DIM>(a, parts, strides); } \
+    extern "C" __global__ void __launch_bounds__(128, DIM == 64 ? 4 : 3) attend_decode_##NAME(Attention a, float *parts, u32 strides) { decode<RAW, DIM>(a, parts, strides); } \
     extern "C" __global__ void __launch_bounds__(WARPS * 32) attend_window_##NAME(Attention a) { window<RAW, DIM, WARPS>(a); }
 
 ATTEND(f16_64, F16, 64, 8)

@@ -56,11 +56,19 @@ __device__ __forceinline__ void store(void *data, int raw, size_t at, float x) {
 // Each element of c depends on its own row of a and column of b alone, so rows of activations never meet.
 template <int RAW> __device__ __forceinline__ void mma(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) {
     if (RAW == BF16)
-        asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+        asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
             : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3]) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
     else
-        asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+        asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
             : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3]) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
+// A kernel may be started while the one before it still runs. What comes before this call may only read what no kernel of a step writes; after it, all
+// earlier kernels are done and what they wrote can be seen.
+__device__ __forceinline__ void wait_for_earlier_kernels() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.launch_dependents;\n griddepcontrol.wait;" ::: "memory");
+#endif
 }
 
 // Asynchronous copies of 16 bytes from device to shared memory.
@@ -86,9 +94,11 @@ __device__ __forceinline__ float exp2_fast(float x) {
 }
 
 struct Sum {
+    static const bool SUM = true;
     static __device__ __forceinline__ float of(float a, float b) { return a + b; }
 };
 struct Max {
+    static const bool SUM = false;
     static __device__ __forceinline__ float of(float a, float b) { return fmaxf(a, b); }
 };
 
@@ -98,16 +108,16 @@ template <class F> __device__ __forceinline__ float warp_reduce(float x) {
     return x;
 }
 
-// Over all threads of a block of 32 to 1024; every thread gets the result. `scratch` has 32 floats.
+// Over all threads of a block of 32 to 1024; every thread gets the result. `scratch` has 32 floats, and is free again after the next barrier.
 template <class F> __device__ __forceinline__ float block_reduce(float x, float *scratch) {
     x = warp_reduce<F>(x);
-    int warps = blockDim.x / 32, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    u32 warps = blockDim.x / 32, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     if (lane == 0) scratch[warp] = x;
     __syncthreads();
-    x = scratch[0];
-    for (int i = 1; i < warps; i++) x = F::of(x, scratch[i]);
-    __syncthreads();
-    return x;
+    // Values beyond the last warp's are copies of the first, which a maximum does not mind; a sum takes none of them.
+    x = scratch[lane < warps ? lane : 0];
+    if (F::SUM && lane >= warps) x = 0.0f;
+    return warp_reduce<F>(x);
 }
 
 // Functions of single values, as the host numbers them.

@@ -72,6 +72,7 @@ __device__ u64 before(u64 x, u64 *scratch, u64 &total) {
 
 // One block of 1024 threads for each output.
 extern "C" __global__ void __launch_bounds__(1024) draw(const float *all, u32 vocab, const Draw *draws, u32 *tokens) {
+    wait_for_earlier_kernels();
     __shared__ u64 histogram[256];
     __shared__ float scratch[32];
     __shared__ u32 chosen;
@@ -79,17 +80,23 @@ extern "C" __global__ void __launch_bounds__(1024) draw(const float *all, u32 vo
     Draw how = draws[blockIdx.x];
     // The caller draws this one.
     if (how.temperature < 0.0f) return;
+    // The largest of a thread's logits, and the first id that has it: 32 logits at a time, so that their loads overlap.
     float max = -INFINITY;
-    for (u32 i = threadIdx.x; i < vocab; i += blockDim.x) max = fmaxf(max, logits[i]);
+    u32 best = 0xffffffff;
+    for (u32 first = threadIdx.x; first < vocab; first += 32 * blockDim.x) {
+        float values[32];
+#pragma unroll
+        for (int j = 0; j < 32; j++) values[j] = first + j * blockDim.x < vocab ? logits[first + j * blockDim.x] : -INFINITY;
+#pragma unroll
+        for (int j = 0; j < 32; j++)
+            if (values[j] > max) max = values[j], best = first + j * blockDim.x;
+    }
+    float own = max;
     max = block_reduce<Max>(max, scratch);
     if (threadIdx.x == 0) chosen = 0xffffffff;
     __syncthreads();
     if (how.temperature == 0.0f || !(max > -INFINITY && max < INFINITY)) {
-        for (u32 i = threadIdx.x; i < vocab; i += blockDim.x)
-            if (logits[i] == max) {
-                atomicMin(&chosen, i);
-                break;
-            }
+        if (own == max) atomicMin(&chosen, best);
         __syncthreads();
         if (threadIdx.x == 0) tokens[blockIdx.x] = chosen < vocab ? chosen : 0;
         return;
@@ -103,34 +110,34 @@ extern "C" __global__ void __launch_bounds__(1024) draw(const float *all, u32 vo
     u32 chunk = (vocab + blockDim.x - 1) / blockDim.x, begin = min(threadIdx.x * chunk, vocab), end = min(begin + chunk, vocab);
     u64 total;
     if (how.top_p < 1.0f) {
-        u64 own = 0;
-        for (u32 i = threadIdx.x; i < vocab; i += blockDim.x) own += mass(logits[i], max, 1.0f);
-        before(own, histogram, total);
+        u64 masses = 0;
+        for (u32 i = threadIdx.x; i < vocab; i += blockDim.x) masses += mass(logits[i], max, 1.0f);
+        before(masses, histogram, total);
         u64 wanted = (u64)((double)how.top_p * (double)total);
         keep = shorter(keep, prefix<false>(logits, vocab, max, wanted ? wanted : 1, histogram));
     }
     u64 ties = 0;
     for (u32 i = begin; i < end; i++) ties += key_of(logits[i]) == keep.key;
-    u64 rank = before(ties, histogram, total), own = 0, seen = rank;
+    u64 rank = before(ties, histogram, total), part = 0, seen = rank;
     float heat = 1.0f / how.temperature;
     for (u32 i = begin; i < end; i++) {
         u32 key = key_of(logits[i]);
-        if (key > keep.key || (key == keep.key && seen++ < keep.ties)) own += mass(logits[i], max, heat);
+        if (key > keep.key || (key == keep.key && seen++ < keep.ties)) part += mass(logits[i], max, heat);
     }
-    u64 sum = before(own, histogram, total);
+    u64 sum = before(part, histogram, total);
     u64 target = (u64)(how.uniform * (double)total);
     target = target < total ? target : total - 1;
-    if (target >= sum && target < sum + own) {
+    if (target >= sum && target < sum + part) {
         seen = rank;
         for (u32 i = begin; i < end; i++) {
             u32 key = key_of(logits[i]);
             if (!(key > keep.key || (key == keep.key && seen++ < keep.ties))) continue;
-            u64 part = mass(logits[i], max, heat);
-            if (target < sum + part) {
+            u64 each = mass(logits[i], max, heat);
+            if (target < sum + each) {
                 tokens[blockIdx.x] = i;
                 break;
             }
-            sum += part;
+            sum += each;
         }
     }
 }

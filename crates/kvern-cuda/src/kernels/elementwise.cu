@@ -2,6 +2,7 @@
 
 // One run of `width` values: x / sqrt(mean(x²) + eps) * weight, or that added to what is there.
 extern "C" __global__ void rms_norm(const float *x, const float *weight, float eps, u32 width, float *out, u32 add) {
+    wait_for_earlier_kernels();
     __shared__ float scratch[32];
     const float *from = x + (size_t)blockIdx.x * width;
     float *to = out + (size_t)blockIdx.x * width;
@@ -16,6 +17,7 @@ extern "C" __global__ void rms_norm(const float *x, const float *weight, float e
 
 // Angles in f64, as on every backend: positions are large, and so are their errors.
 extern "C" __global__ void rope_angles(const u32 *positions, const float *frequencies, u32 count, float scale, float *out) {
+    wait_for_earlier_kernels();
     for (u32 i = threadIdx.x; i < count; i += blockDim.x) {
         double sin, cos;
         sincos((double)((float)positions[blockIdx.x] * frequencies[i]), &sin, &cos);
@@ -25,6 +27,7 @@ extern "C" __global__ void rope_angles(const u32 *positions, const float *freque
 }
 
 extern "C" __global__ void rope(float *x, const float *angles, u32 width, u32 dim, u32 count) {
+    wait_for_earlier_kernels();
     float *row = x + (size_t)blockIdx.x * width;
     const float *cos = angles + (size_t)blockIdx.x * 2 * count, *sin = cos + count;
     for (u32 at = threadIdx.x; at < width / dim * count; at += blockDim.x) {
@@ -38,6 +41,7 @@ extern "C" __global__ void rope(float *x, const float *angles, u32 width, u32 di
 
 // gate = activation(gate) * up; x = activation(x) without an `up`.
 extern "C" __global__ void activate(float *x, const float *up, int activation, u64 count) {
+    wait_for_earlier_kernels();
     for (u64 i = (u64)blockIdx.x * blockDim.x + threadIdx.x; i < count; i += (u64)gridDim.x * blockDim.x) {
         float y = activated(activation, x[i]);
         x[i] = up ? y * up[i] : y;
@@ -45,11 +49,13 @@ extern "C" __global__ void activate(float *x, const float *up, int activation, u
 }
 
 extern "C" __global__ void softcap(float *x, float cap, u64 count) {
+    wait_for_earlier_kernels();
     for (u64 i = (u64)blockIdx.x * blockDim.x + threadIdx.x; i < count; i += (u64)gridDim.x * blockDim.x)
         x[i] = cap * tanhf(x[i] / cap);
 }
 
 extern "C" __global__ void decay(float *x, const float *rate, const float *bias, u32 width, u64 count) {
+    wait_for_earlier_kernels();
     for (u64 i = (u64)blockIdx.x * blockDim.x + threadIdx.x; i < count; i += (u64)gridDim.x * blockDim.x) {
         u32 channel = i % width;
         float y = x[i] + bias[channel];
@@ -60,18 +66,21 @@ extern "C" __global__ void decay(float *x, const float *rate, const float *bias,
 }
 
 extern "C" __global__ void gather(const u32 *outputs, const float *x, float *out, u32 width) {
+    wait_for_earlier_kernels();
     const float *from = x + (size_t)outputs[blockIdx.x] * width;
     for (u32 i = threadIdx.x; i < width; i += blockDim.x) out[(size_t)blockIdx.x * width + i] = from[i];
 }
 
 // Tokens that the step before drew take their places.
 extern "C" __global__ void resolve(const u32 *pending, u32 count, const u32 *drawn, u32 *tokens) {
+    wait_for_earlier_kernels();
     u32 i = blockIdx.x * blockDim.x + threadIdx.x;
     if (i < count && pending[2 * i] != NONE) tokens[pending[2 * i]] = drawn[pending[2 * i + 1]];
 }
 
 // Reads everything once: the limit that other kernels are measured against.
 extern "C" __global__ void read_all(const uint4 *data, u64 count, u32 *out) {
+    wait_for_earlier_kernels();
     u32 sum = 0;
     u64 stride = (u64)gridDim.x * blockDim.x;
     u64 i = (u64)blockIdx.x * blockDim.x + threadIdx.x;
@@ -84,6 +93,7 @@ extern "C" __global__ void read_all(const uint4 *data, u64 count, u32 *out) {
 
 // Matrix instructions on registers, nothing else: the limit of products.
 extern "C" __global__ void multiply_all(u32 rounds, float *out) {
+    wait_for_earlier_kernels();
     float sums[8][4] = {};
     u32 a[4] = {threadIdx.x, threadIdx.x * 3, threadIdx.x * 5, threadIdx.x * 7};
     for (u32 i = 0; i < rounds; i++)

@@ -48,33 +48,35 @@ __device__ __forceinline__ uint4 scales_of(const u32 *scales, u32 g) {
     return make_uint4(__byte_perm(low, low, 0x1010), __byte_perm(low, low, 0x3232), __byte_perm(high, high, 0x1010), __byte_perm(high, high, 0x3232));
 }
 
-// The four instruction operands of 64 inputs from a lane's packed bytes. `scales` points at the tile's first group; `k` is the first input.
+// The two instruction operands of 32 inputs, of the 64 whose packed pieces lie `apart` pieces from each other. `scales` points at the tile's first group;
+// `k` is the first of the 64 inputs.
 template <int PACKING>
-__device__ __forceinline__ void unpack(const uint4 *packed, const Weight &weight, const u32 *scales, u32 k, u32 lane, u32 (&a)[4][4]) {
+__device__ __forceinline__ void unpack(const uint4 *packed, u32 apart, int chunk, const Weight &weight, const u32 *scales, u32 k, u32 lane, u32 (&a)[2][4]) {
     if (PACKING == HALF || PACKING == BRAIN) {
 #pragma unroll
-        for (int i = 0; i < 4; i++) { a[i][0] = packed[i].x, a[i][1] = packed[i].y, a[i][2] = packed[i].z, a[i][3] = packed[i].w; }
+        for (int half = 0; half < 2; half++) {
+            uint4 piece = packed[(chunk * 2 + half) * apart];
+            a[half][0] = piece.x, a[half][1] = piece.y, a[half][2] = piece.z, a[half][3] = piece.w;
+        }
         return;
     }
     u32 g = lane / 4, t = lane % 4;
+    uint4 piece = packed[PACKING == CODES4 ? 0 : chunk * apart];
+    uint4 s = scales_of(scales + (k + chunk * 32 + t * 8) / weight.group * 16, g);
 #pragma unroll
-    for (int chunk = 0; chunk < 2; chunk++) {
-        uint4 s = scales_of(scales + (k + chunk * 32 + t * 8) / weight.group * 16, g);
+    for (int half = 0; half < 2; half++) {
+        u32(&out)[4] = a[half];
+        if (PACKING == CODES4) {
+            u32 word = chunk == 0 ? (half == 0 ? piece.x : piece.y) : (half == 0 ? piece.z : piece.w);
 #pragma unroll
-        for (int half = 0; half < 2; half++) {
-            u32(&out)[4] = a[chunk * 2 + half];
-            if (PACKING == CODES4) {
-                u32 word = chunk == 0 ? (half == 0 ? packed[0].x : packed[0].y) : (half == 0 ? packed[0].z : packed[0].w);
-#pragma unroll
-                for (int r = 0; r < 4; r++) out[r] = ((word >> (4 * r)) & 0x000f000f) | 0x64006400;
-            } else {
-                u32 low = half == 0 ? packed[chunk].x : packed[chunk].z, high = half == 0 ? packed[chunk].y : packed[chunk].w;
-                out[0] = __byte_perm(low, 0x64646464, 0x4140), out[1] = __byte_perm(low, 0x64646464, 0x4342);
-                out[2] = __byte_perm(high, 0x64646464, 0x4140), out[3] = __byte_perm(high, 0x64646464, 0x4342);
-            }
-#pragma unroll
-            for (int r = 0; r < 4; r++) out[r] = r % 2 == 0 ? decode2(out[r], weight.zero, s.x, s.y) : decode2(out[r], weight.zero, s.z, s.w);
+            for (int r = 0; r < 4; r++) out[r] = ((word >> (4 * r)) & 0x000f000f) | 0x64006400;
+        } else {
+            u32 low = half == 0 ? piece.x : piece.z, high = half == 0 ? piece.y : piece.w;
+            out[0] = __byte_perm(low, 0x64646464, 0x4140), out[1] = __byte_perm(low, 0x64646464, 0x4342);
+            out[2] = __byte_perm(high, 0x64646464, 0x4140), out[3] = __byte_perm(high, 0x64646464, 0x4342);
         }
+#pragma unroll
+        for (int r = 0; r < 4; r++) out[r] = r % 2 == 0 ? decode2(out[r], weight.zero, s.x, s.y) : decode2(out[r], weight.zero, s.z, s.w);
     }
 }
 
@@ -108,8 +110,8 @@ __device__ __forceinline__ void narrow(const Weights &weights, const u16 *x, con
     const u32 *scales = weight.scales + (size_t)tile * groups * 16;
     const u16 *input = x + (size_t)g * blocks * 64 + t * 8;
     float sums[MT][NT][4] = {};
-    for (u32 block = begin; block < end; block += STAGE) {
-        uint4 packed[STAGE][MT][PIECES];
+    uint4 packed[STAGE][MT][PIECES];
+    auto fetch = [&](u32 block) {
 #pragma unroll
         for (int u = 0; u < STAGE; u++)
 #pragma unroll
@@ -118,23 +120,29 @@ __device__ __forceinline__ void narrow(const Weights &weights, const u16 *x, con
                 for (int i = 0; i < PIECES; i++)
                     if (block + u < end)
                         packed[u][m][i] = load_once(codes + (((size_t)m * blocks + block + u) * PIECES + i) * 32 + lane);
+    };
+    // Weights are there already; activations may still be on their way.
+    fetch(begin);
+    wait_for_earlier_kernels();
+    for (u32 block = begin; block < end; block += STAGE) {
+        if (block > begin) fetch(block);
 #pragma unroll
         for (int u = 0; u < STAGE; u++) {
             if (block + u >= end) break;
             u32 k = (block + u) * 64;
-            u32 a[MT][4][4];
 #pragma unroll
-            for (int m = 0; m < MT; m++) unpack<PACKING>(packed[u][m], weight, scales + m * groups * 16, k, lane, a[m]);
+            for (int chunk = 0; chunk < 2; chunk++) {
+                u32 a[MT][2][4];
 #pragma unroll
-            for (int n = 0; n < NT; n++) {
-                const u16 *from = input + (size_t)n * 8 * blocks * 64 + k;
-                uint4 low = __ldg((const uint4 *)from), high = __ldg((const uint4 *)(from + 32));
+                for (int m = 0; m < MT; m++) unpack<PACKING>(packed[u][m], 1, chunk, weight, scales + m * groups * 16, k, lane, a[m]);
 #pragma unroll
-                for (int m = 0; m < MT; m++) {
-                    mma<Pack<PACKING>::RAW>(sums[m][n], a[m][0], low.x, low.y);
-                    mma<Pack<PACKING>::RAW>(sums[m][n], a[m][1], low.z, low.w);
-                    mma<Pack<PACKING>::RAW>(sums[m][n], a[m][2], high.x, high.y);
-                    mma<Pack<PACKING>::RAW>(sums[m][n], a[m][3], high.z, high.w);
+                for (int n = 0; n < NT; n++) {
+                    uint4 b = __ldg((const uint4 *)(input + (size_t)n * 8 * blocks * 64 + k + chunk * 32));
+#pragma unroll
+                    for (int m = 0; m < MT; m++) {
+                        mma<Pack<PACKING>::RAW>(sums[m][n], a[m][0], b.x, b.y);
+                        mma<Pack<PACKING>::RAW>(sums[m][n], a[m][1], b.z, b.w);
+                    }
                 }
             }
         }
@@ -169,6 +177,7 @@ __device__ __forceinline__ void wide(const Weights &weights, const u16 *x, const
     u32 last = (weight.outputs + 15) / 16 - 1;
     size_t groups = weight.group ? (size_t)blocks * 64 / weight.group : 0;
     u32 m0 = warp % ACROSS * WM, n0 = warp / ACROSS * WN;
+    wait_for_earlier_kernels();
     auto fetch = [&](u32 block) {
         u8 *to = shared + block % WIDE_STAGES * (A + B);
         for (u32 i = threadIdx.x; i < 8 * PIECES * 32; i += 256) {
@@ -193,21 +202,23 @@ __device__ __forceinline__ void wide(const Weights &weights, const u16 *x, const
         if (block + WIDE_STAGES - 1 < blocks) fetch(block + WIDE_STAGES - 1);
         copy_commit();
         const u8 *from = shared + block % WIDE_STAGES * (A + B);
+        // 32 inputs at a time: the rows' operands stay in registers while the outputs' pass.
 #pragma unroll
-        for (int m = 0; m < WM; m++) {
-            uint4 packed[PIECES];
+        for (int chunk = 0; chunk < 2; chunk++) {
+            uint4 b[WN];
 #pragma unroll
-            for (int i = 0; i < PIECES; i++) packed[i] = ((const uint4 *)from)[((m0 + m) * PIECES + i) * 32 + lane];
-            u32 a[4][4];
-            unpack<PACKING>(packed, weight, weight.scales + (size_t)min(tile + m0 + m, last) * groups * 16, block * 64, lane, a);
+            for (int n = 0; n < WN; n++) b[n] = *(const uint4 *)(from + A + chunk * 8192 + ((n0 + n) * 8 + g) * 64 + t * 16);
 #pragma unroll
-            for (int n = 0; n < WN; n++) {
-                const uint4 *b = (const uint4 *)(from + A + ((n0 + n) * 8 + g) * 64 + t * 16);
-                uint4 low = b[0], high = b[512];
-                mma<Pack<PACKING>::RAW>(sums[m][n], a[0], low.x, low.y);
-                mma<Pack<PACKING>::RAW>(sums[m][n], a[1], low.z, low.w);
-                mma<Pack<PACKING>::RAW>(sums[m][n], a[2], high.x, high.y);
-                mma<Pack<PACKING>::RAW>(sums[m][n], a[3], high.z, high.w);
+            for (int m = 0; m < WM; m++) {
+                u32 a[2][4];
+                const uint4 *packed = (const uint4 *)from + (m0 + m) * PIECES * 32 + lane;
+                const u32 *scales = weight.scales + (size_t)min(tile + m0 + m, last) * groups * 16;
+                unpack<PACKING>(packed, 32, chunk, weight, scales, block * 64, lane, a);
+#pragma unroll
+                for (int n = 0; n < WN; n++) {
+                    mma<Pack<PACKING>::RAW>(sums[m][n], a[0], b[n].x, b[n].y);
+                    mma<Pack<PACKING>::RAW>(sums[m][n], a[1], b[n].z, b[n].w);
+                }
             }
         }
         if ((block + 1) % length == 0 || block + 1 == blocks) {
@@ -258,6 +269,7 @@ PRODUCTS(codes8, CODES8, 2, 8)
 
 // Weights in f32, for comparisons: [outputs, inputs] as they are. A warp has one output and four rows at a time; lanes take every 32nd input.
 extern "C" __global__ void __launch_bounds__(256) exact(const float *weight, const float *bias, const float *x, float *out, u32 outputs, u32 inputs, u32 rows, u32 add) {
+    wait_for_earlier_kernels();
     u32 output = blockIdx.x * 8 + threadIdx.x / 32, lane = threadIdx.x % 32, first = blockIdx.y * 4;
     if (output >= outputs) return;
     const float *w = weight + (size_t)output * inputs;
@@ -282,41 +294,54 @@ extern "C" __global__ void __launch_bounds__(256) exact(const float *weight, con
 enum Input { PLAIN = 0, NORMED = 1, GATED = 2 };
 extern "C" __global__ void __launch_bounds__(1024) prepare(const float *x, const float *other, int input, int activation, float eps, u32 width, u32 padded, u32 brain,
                                     u16 *to, float *scales) {
-    extern __shared__ float row[];
-    __shared__ float scratch[32];
-    const float *from = x + (size_t)blockIdx.x * width;
+    extern __shared__ __align__(16) float row[];
+    __shared__ float sums[32], maxima[32];
+    wait_for_earlier_kernels();
+    const float *from = x + (size_t)blockIdx.x * width, *second = input == GATED ? other + (size_t)blockIdx.x * width : other;
+    u16 *out = to + (size_t)blockIdx.x * padded;
     float squares = 0.0f, largest = 0.0f;
-    for (u32 i = threadIdx.x; i < width; i += blockDim.x) {
-        float y = from[i];
-        if (input == GATED) y = activated(activation, y) * other[(size_t)blockIdx.x * width + i];
-        row[i] = y;
-        squares = fmaf(y, y, squares);
+    // A thread keeps to its own four values of each round, so that nothing but the sums needs a barrier. Rows are padded to whole rounds.
+    for (u32 i = threadIdx.x * 4; i < padded; i += blockDim.x * 4) {
+        float4 y = make_float4(0, 0, 0, 0), w = y;
+        if (width % 4 == 0 && i < width) {
+            y = *(const float4 *)(from + i);
+            if (input != PLAIN) w = *(const float4 *)(second + i);
+        } else {
+            for (int j = 0; j < 4; j++)
+                if (i + j < width) (&y.x)[j] = from[i + j], (&w.x)[j] = input != PLAIN ? second[i + j] : 0.0f;
+        }
+        if (input == GATED) {
+            y.x = activated(activation, y.x) * w.x, y.y = activated(activation, y.y) * w.y;
+            y.z = activated(activation, y.z) * w.z, y.w = activated(activation, y.w) * w.w;
+        } else if (input == NORMED) {
+            squares = fmaf(y.x, y.x, squares), squares = fmaf(y.y, y.y, squares), squares = fmaf(y.z, y.z, squares), squares = fmaf(y.w, y.w, squares);
+            y.x *= w.x, y.y *= w.y, y.z *= w.z, y.w *= w.w;
+        }
+        largest = fmaxf(fmaxf(fmaxf(largest, fabsf(y.x)), fmaxf(fabsf(y.y), fabsf(y.z))), fabsf(y.w));
+        *(float4 *)(row + i) = y;
     }
-    float factor = 1.0f;
-    if (input == NORMED) factor = rsqrtf(block_reduce<Sum>(squares, scratch) / width + eps);
-    for (u32 i = threadIdx.x; i < width; i += blockDim.x) {
-        if (input == NORMED) row[i] = row[i] * factor * other[i];
-        largest = fmaxf(largest, fabsf(row[i]));
-    }
-    float scale = 1.0f;
+    float factor = 1.0f, scale = 1.0f;
+    if (input == NORMED) factor = rsqrtf(block_reduce<Sum>(squares, sums) / width + eps);
     if (!brain) {
-        largest = block_reduce<Max>(largest, scratch);
+        largest = block_reduce<Max>(largest, maxima) * factor;
         // The exponent that brings the largest value into 2^14 .. 2^15; nothing for zeros, and what is not finite stays so.
         int exponent = (int)(__float_as_uint(largest) >> 23) - 127 - 14;
         exponent = largest > 0.0f && largest < INFINITY ? max(exponent, -100) : 0;
         scale = exp2f((float)exponent);
     }
-    float inverse = 1.0f / scale;
-    u16 *out = to + (size_t)blockIdx.x * padded;
-    for (u32 i = threadIdx.x; i < padded; i += blockDim.x) {
-        float y = i < width ? row[i] * inverse : 0.0f;
-        out[i] = brain ? narrow_bf16(y) : narrow_f16(y);
+    factor *= 1.0f / scale;
+    for (u32 i = threadIdx.x * 4; i < padded; i += blockDim.x * 4) {
+        float4 y = *(const float4 *)(row + i);
+        uint2 z = brain ? make_uint2(narrow2<BF16>(y.x * factor, y.y * factor), narrow2<BF16>(y.z * factor, y.w * factor))
+                        : make_uint2(narrow2<F16>(y.x * factor, y.y * factor), narrow2<F16>(y.z * factor, y.w * factor));
+        *(uint2 *)(out + i) = z;
     }
     if (threadIdx.x == 0) scales[blockIdx.x] = scale;
 }
 
 // Packs raw weights [outputs, inputs] of 16 bits: a thread has one lane's bytes of 64 inputs.
 extern "C" __global__ void pack_raw(const u16 *weight, u32 outputs, u32 inputs, u32 blocks, u16 *to) {
+    wait_for_earlier_kernels();
     u32 lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
     u32 block = blockIdx.x * (blockDim.x / 32) + threadIdx.x / 32, tile = blockIdx.y;
     if (block >= blocks) return;
@@ -330,6 +355,7 @@ extern "C" __global__ void pack_raw(const u16 *weight, u32 outputs, u32 inputs, 
 
 // Packs codes [outputs, inputs] of a byte each.
 extern "C" __global__ void pack_codes(const u8 *codes, u32 outputs, u32 inputs, u32 blocks, u32 bits, u8 *to) {
+    wait_for_earlier_kernels();
     u32 lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
     u32 block = blockIdx.x * (blockDim.x / 32) + threadIdx.x / 32, tile = blockIdx.y;
     if (block >= blocks) return;
@@ -353,6 +379,7 @@ extern "C" __global__ void pack_codes(const u8 *codes, u32 outputs, u32 inputs, 
 
 // Packs scales and biases [outputs, groups] of f32 as pairs of f16. Groups beyond the inputs, and outputs beyond the last, decode to zero.
 extern "C" __global__ void pack_scales(const float *scales, const float *biases, u32 outputs, u32 groups, u32 padded, u32 *to) {
+    wait_for_earlier_kernels();
     u32 at = blockIdx.x * blockDim.x + threadIdx.x, tile = blockIdx.y;
     if (at >= padded * 16) return;
     u32 row = tile * 16 + at % 16, group = at / 16;
@@ -380,6 +407,7 @@ __device__ float weight_at(const Weight &weight, int packing, u32 blocks, u32 ro
 
 // out[t] = scale * row token[t] of a packed matrix; packing 4 is f32.
 extern "C" __global__ void embed(Weight weight, int packing, u32 blocks, const u32 *tokens, float scale, float *out, u32 width) {
+    wait_for_earlier_kernels();
     u32 row = tokens[blockIdx.x];
     for (u32 k = threadIdx.x; k < width; k += blockDim.x) {
         float x = packing == 4 ? ((const float *)weight.codes)[(size_t)row * width + k] : weight_at(weight, packing, blocks, row, k);

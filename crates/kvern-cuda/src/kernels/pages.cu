@@ -4,6 +4,7 @@
 
 // A block has one token of one plane; rows of tokens that add no column are left out.
 extern "C" __global__ void append(Plan plan, const Pages *classes, const Plane *planes, u32 plane_count, u32 plane, const float *x, u32 width) {
+    wait_for_earlier_kernels();
     u32 token = blockIdx.x, owner = plan.owners[token];
     if (owner == NONE) return;
     Segment segment = plan.segments[owner];
@@ -19,18 +20,22 @@ extern "C" __global__ void append(Plan plan, const Pages *classes, const Plane *
         store(base, to.raw, element(to, i / to.dim, column % pages.columns, i % to.dim), x[(size_t)token * width + i]);
 }
 
-// Rotates queries and keys, and stores keys and values. One block for each token.
+// Rotates queries and keys, and stores keys and values. A block has one head of one token: of queries, keys or values, in this order.
 extern "C" __global__ void rope_append(Plan plan, const Pages *classes, const Plane *planes, float *q, const float *k, const float *v, const float *angles,
-                                       u32 q_width, u32 dim, u32 count) {
-    u32 token = blockIdx.x, owner = plan.owners[token];
+                                       u32 heads, u32 kv_heads, u32 dim, u32 count) {
+    wait_for_earlier_kernels();
+    u32 token = blockIdx.y, head = blockIdx.x;
     const float *cos = angles + (size_t)token * 2 * count, *sin = cos + count;
-    float *row = q + (size_t)token * q_width;
-    for (u32 at = threadIdx.x; at < q_width / dim * count; at += blockDim.x) {
-        u32 i = at % count;
-        float *a = row + at / count * dim + i, *b = a + count, x0 = *a, x1 = *b;
-        *a = x0 * cos[i] - x1 * sin[i];
-        *b = x1 * cos[i] + x0 * sin[i];
+    if (head < heads) {
+        float *row = q + ((size_t)token * heads + head) * dim;
+        for (u32 i = threadIdx.x; i < count; i += blockDim.x) {
+            float x0 = row[i], x1 = row[i + count];
+            row[i] = x0 * cos[i] - x1 * sin[i];
+            row[i + count] = x1 * cos[i] + x0 * sin[i];
+        }
+        return;
     }
+    u32 owner = plan.owners[token];
     if (owner == NONE) return;
     Segment segment = plan.segments[owner];
     Span span = plan.spans[owner];
@@ -39,22 +44,21 @@ extern "C" __global__ void rope_append(Plan plan, const Pages *classes, const Pl
     Pages pages = classes[span.cls];
     u32 column = span.past + token - before, within = column % pages.columns;
     u8 *to = page(pages, table(plan, span, column / pages.columns));
-    Plane keys = planes[span.cls * 2], values = planes[span.cls * 2 + 1];
-    u32 k_width = keys.heads * keys.dim, v_width = values.heads * values.dim;
-    for (u32 at = threadIdx.x; at < k_width; at += blockDim.x) {
-        u32 i = at % dim;
-        const float *head = k + (size_t)token * k_width + at - i;
-        float x = head[i];
-        if (i < count) x = x * cos[i] - head[i + count] * sin[i];
-        else if (i < 2 * count) x = x * cos[i - count] + head[i - count] * sin[i - count];
-        store(to + keys.offset, keys.raw, element(keys, at / dim, within, i), x);
+    bool key = head < heads + kv_heads;
+    u32 kv = head - heads - (key ? 0 : kv_heads);
+    Plane plane = planes[span.cls * 2 + (key ? 0 : 1)];
+    const float *row = (key ? k : v) + ((size_t)token * kv_heads + kv) * plane.dim;
+    for (u32 i = threadIdx.x; i < plane.dim; i += blockDim.x) {
+        float x = row[i];
+        if (key && i < count) x = x * cos[i] - row[i + count] * sin[i];
+        else if (key && i < 2 * count) x = x * cos[i - count] + row[i - count] * sin[i - count];
+        store(to + plane.offset, plane.raw, element(plane, kv, within, i), x);
     }
-    for (u32 at = threadIdx.x; at < v_width; at += blockDim.x)
-        store(to + values.offset, values.raw, element(values, at / values.dim, within, at % values.dim), v[(size_t)token * v_width + at]);
 }
 
 // Columns of a plane between pages and canonical order: [column][head][dim], encoded. `ids` holds the pages of the columns, one for each page that they touch.
 extern "C" __global__ void exchange(Pages pages, Plane plane, const u32 *ids, u32 first, u32 count, u8 *bytes, u32 import) {
+    wait_for_earlier_kernels();
     u32 width = plane.heads * plane.dim;
     u64 total = (u64)count * width;
     for (u64 at = (u64)blockIdx.x * blockDim.x + threadIdx.x; at < total; at += (u64)gridDim.x * blockDim.x) {
@@ -75,6 +79,7 @@ extern "C" __global__ void exchange(Pages pages, Plane plane, const u32 *ids, u3
 
 // Decodes the first `columns` columns of a page and encodes them into a page of another class, for one plane of all layers.
 extern "C" __global__ void encode(Pages from, Plane decoded, u32 from_id, Pages to, Plane encoded, u32 to_id, u32 columns, u64 from_layer, u64 to_layer) {
+    wait_for_earlier_kernels();
     u32 width = decoded.heads * decoded.dim;
     const u8 *source = page(from, from_id) + decoded.offset + blockIdx.y * from_layer;
     u8 *target = page(to, to_id) + encoded.offset + blockIdx.y * to_layer;
@@ -86,6 +91,7 @@ extern "C" __global__ void encode(Pages from, Plane decoded, u32 from_id, Pages 
 
 // Whole pages of 16-byte pieces: {from, to} addresses for each; zeros where `from` is none.
 extern "C" __global__ void copy_pages(const u64 *pairs, u64 pieces) {
+    wait_for_earlier_kernels();
     const uint4 *from = (const uint4 *)pairs[blockIdx.y * 2];
     uint4 *to = (uint4 *)pairs[blockIdx.y * 2 + 1];
     for (u64 i = (u64)blockIdx.x * blockDim.x + threadIdx.x; i < pieces; i += (u64)gridDim.x * blockDim.x)

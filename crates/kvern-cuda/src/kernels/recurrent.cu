@@ -12,6 +12,7 @@ __device__ __forceinline__ float *state_of(const State &state, u32 id) { return 
 // A block has 256 channels of a segment. A thread walks its channel, with the inputs before the segment in registers.
 #define TAPS 8
 extern "C" __global__ void convolve(State state, const float *kernel, u32 taps, const float *x, float *out, u32 width) {
+    wait_for_earlier_kernels();
     u32 channel = blockIdx.x * blockDim.x + threadIdx.x;
     if (channel >= width) return;
     Segment segment = state.plan.segments[blockIdx.y];
@@ -46,6 +47,7 @@ extern "C" __global__ void convolve(State state, const float *kernel, u32 taps, 
 #define KEYS 32
 extern "C" __global__ void __launch_bounds__(256) delta_rule(State state, const float *q, const float *k, const float *v, const float *decay, const float *beta, float *out,
                                       u32 heads, u32 key_heads, u32 key_dim, u32 value_dim) {
+    wait_for_earlier_kernels();
     __shared__ float partial[8][32];
     u32 lane = threadIdx.x % 32, part = threadIdx.x / 32, d = blockIdx.x * 32 + lane, head = blockIdx.y;
     Segment segment = state.plan.segments[blockIdx.z];
