@@ -26,5 +26,5 @@ mod record;
 mod step;
 
 pub use backend::{Cuda, CudaOptions, Tensor};
-pub use compile::{MODULES, source};
+pub use compile::{MODULES, Module, OPTIONS, source};
 pub use device::Error;

@@ -55,7 +55,7 @@ pub struct Linear {
     codes: Memory,
     scales: Option<Memory>,
     bias: Option<Memory>,
-    group: u32,
+    shift: u32,
     zero: u32,
 }
 
@@ -69,7 +69,7 @@ pub(crate) struct Weight {
     out: u64,
     outputs: u32,
     width: u32,
-    group: u32,
+    shift: u32,
     zero: u32,
 }
 
@@ -122,7 +122,7 @@ impl Linear {
             out,
             outputs: self.outputs as u32,
             width: self.outputs as u32,
-            group: self.group,
+            shift: self.shift,
             zero: self.zero,
         }
     }
@@ -171,10 +171,11 @@ impl Linear {
             _ => tiles * blocks * packing.block_bytes(),
         };
         let codes = device.allocate(bytes)?;
-        let mut linear = Self { packing, outputs, inputs, codes, scales: None, bias, group: 0, zero: 0 };
+        let mut linear = Self { packing, outputs, inputs, codes, scales: None, bias, shift: 31, zero: 0 };
         match affine {
             Some(affine) if !exact => {
-                linear.group = affine.group as u32;
+                // Groups are powers of two in every format.
+                linear.shift = affine.group.ilog2();
                 // 1024 + zero in f16, twice.
                 linear.zero = (0x6400 + affine.zero as u32) * 0x1_0001;
                 linear.scales = Some(device.allocate(tiles * blocks * BLOCK / affine.group * TILE * 4)?);

@@ -146,6 +146,7 @@ __device__ __forceinline__ float merged(float total, float old, float part, floa
 template <int RAW, int DIM> __device__ __forceinline__ void decode(const Attention &a, float *parts, u32 strides) {
     __shared__ __align__(16) u16 weights[2][16][PAGE + 8];
     __shared__ float maxima[2][4][16];
+    __shared__ __align__(16) uint4 shared_queries[DIM / 16][32];
     wait_for_earlier_kernels();
     u32 token = a.plan.singles[blockIdx.z], kv = blockIdx.y, stride = blockIdx.x;
     if (token == NONE) return;
@@ -159,8 +160,13 @@ template <int RAW, int DIM> __device__ __forceinline__ void decode(const Attenti
     Plane keys = a.planes[span.cls * 2], values = a.planes[span.cls * 2 + 1];
     u32 warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4, share = a.heads / a.kv_heads;
     const float *queries = a.q + ((size_t)token * a.heads + kv * share) * DIM;
-    u32 q[DIM / 16][4];
-    load_queries<RAW, DIM>(g < share ? queries + g * DIM : 0, g + 8 < share ? queries + (g + 8) * DIM : 0, t, q);
+    {
+        u32 q[DIM / 16][4];
+        load_queries<RAW, DIM>(g < share ? queries + g * DIM : 0, g + 8 < share ? queries + (g + 8) * DIM : 0, t, q);
+#pragma unroll
+        for (int i = 0; i < DIM / 16; i++)
+            if (i % 4 == warp) shared_queries[i][lane] = make_uint4(q[i][0], q[i][1], q[i][2], q[i][3]);
+    }
     const int TILES = DIM / 32; // Of 8 dimensions, for each warp.
     float out[TILES][4] = {}, mass[4] = {}, top[2] = {NOTHING, NOTHING};
     Scale how = {a.scale, a.softcap};
@@ -179,6 +185,7 @@ template <int RAW, int DIM> __device__ __forceinline__ void decode(const Attenti
     auto held = [&](u32 index) { return index * PAGE < view.sinks || (index + 1) * PAGE > view.start; };
     while (begin < end && !held(begin)) begin++;
     if (begin < end) fetch(begin);
+    __syncthreads();
     for (u32 index = begin; index < end;) {
         u32 next = index + 1;
         while (next < end && !held(next)) next++;
@@ -191,12 +198,13 @@ template <int RAW, int DIM> __device__ __forceinline__ void decode(const Attenti
             for (int chunk = 0; chunk < 2; chunk++) v[i][chunk] = load_once(at + ((warp * TILES + i) * 8 + g) * PAGE + chunk * 32 + t * 8);
         float s[2][4] = {};
 #pragma unroll
-        for (int chunk = 0; chunk < 2; chunk++)
+        for (int i = 0; i < DIM / 16; i++) {
+            uint4 x = shared_queries[i][lane];
+            u32 q[4] = {x.x, x.y, x.z, x.w};
 #pragma unroll
-            for (int i = 0; i < DIM / 32; i++) {
-                mma<RAW>(s[chunk], q[2 * i], k[chunk][i].x, k[chunk][i].y);
-                mma<RAW>(s[chunk], q[2 * i + 1], k[chunk][i].z, k[chunk][i].w);
-            }
+            for (int chunk = 0; chunk < 2; chunk++)
+                mma<RAW>(s[chunk], q, i % 2 == 0 ? k[chunk][i / 2].x : k[chunk][i / 2].z, i % 2 == 0 ? k[chunk][i / 2].y : k[chunk][i / 2].w);
+        }
         if (next < end) fetch(next);
         float largest[2] = {NOTHING, NOTHING};
 #pragma unroll
@@ -391,14 +399,19 @@ template <int RAW, int DIM, int WARPS> __device__ __forceinline__ void window(co
         const u16 *k = stages + stage * 2 * HALF_PAGE, *v = k + HALF_PAGE;
         float s[8][4] = {};
 #pragma unroll
-        for (int i = 0; i < DIM / 32; i++)
+        for (int i = 0; i < DIM / 32; i++) {
+            uint4 b[8];
 #pragma unroll
             for (int n = 0; n < 8; n++) {
                 u32 column = n / 4 * 32 + column_of(n % 4, g);
-                uint4 b = *(const uint4 *)(k + column * DIM + ((i * 4 + t) ^ (column & 1) * 4) * 8);
-                mma<RAW>(s[n], q[2 * i], b.x, b.y);
-                mma<RAW>(s[n], q[2 * i + 1], b.z, b.w);
+                b[n] = *(const uint4 *)(k + column * DIM + ((i * 4 + t) ^ (column & 1) * 4) * 8);
             }
+            // Instructions that follow each other add to different sums.
+#pragma unroll
+            for (int n = 0; n < 8; n++) mma<RAW>(s[n], q[2 * i], b[n].x, b[n].y);
+#pragma unroll
+            for (int n = 0; n < 8; n++) mma<RAW>(s[n], q[2 * i + 1], b[n].z, b[n].w);
+        }
         float largest[2] = {NOTHING, NOTHING}, old[2];
         bool whole = (index + 1) * PAGE <= min(views[0].end, views[1].end) && index * PAGE >= max(views[0].start, views[1].start);
 #pragma unroll
@@ -434,11 +447,17 @@ template <int RAW, int DIM, int WARPS> __device__ __forceinline__ void window(co
             mma<RAW>(mass, p[0], ones, ones);
             mma<RAW>(mass, p[1], ones, ones);
 #pragma unroll
-            for (int tile = 0; tile < TILES; tile++) {
-                u32 row = tile * 8 + g;
-                uint4 b = *(const uint4 *)(v + row * PAGE + ((chunk * 4 + t) ^ (row & 1) * 4) * 8);
-                mma<RAW>(out[tile], p[0], b.x, b.y);
-                mma<RAW>(out[tile], p[1], b.z, b.w);
+            for (int some = 0; some < TILES; some += 4) {
+                uint4 b[4];
+#pragma unroll
+                for (int i = 0; i < 4; i++) {
+                    u32 row = (some + i) * 8 + g;
+                    b[i] = *(const uint4 *)(v + row * PAGE + ((chunk * 4 + t) ^ (row & 1) * 4) * 8);
+                }
+#pragma unroll
+                for (int i = 0; i < 4; i++) mma<RAW>(out[some + i], p[0], b[i].x, b[i].y);
+#pragma unroll
+                for (int i = 0; i < 4; i++) mma<RAW>(out[some + i], p[1], b[i].z, b[i].w);
             }
         }
         __syncthreads();
@@ -464,7 +483,7 @@ template <int RAW, int DIM, int WARPS> __device__ __forceinline__ void window(co
 }
 
 #define ATTEND(NAME, RAW, DIM, WARPS)                                                                                                                         \
-    extern "C" __global__ void __launch_bounds__(128, DIM == 64 ? 4 : 3) attend_decode_##NAME(Attention a, float *parts, u32 strides) { decode<RAW, DIM>(a, parts, strides); } \
+    extern "C" __global__ void __launch_bounds__(128, 4) attend_decode_##NAME(Attention a, float *parts, u32 strides) { decode<RAW, DIM>(a, parts, strides); } \
     extern "C" __global__ void __launch_bounds__(WARPS * 32) attend_window_##NAME(Attention a) { window<RAW, DIM, WARPS>(a); }
 
 ATTEND(f16_64, F16, 64, 8)

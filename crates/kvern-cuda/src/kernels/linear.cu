@@ -21,7 +21,7 @@ struct Weight {
     const float *bias;
     float *out;
     u32 outputs, width; // Of the tensor that `out` is.
-    u32 group;          // Inputs of a group.
+    u32 shift;          // log2 of the inputs of a group; 31 without groups.
     u32 zero;           // 1024 + the code of nothing, as f16, twice.
 };
 struct Weights {
@@ -42,16 +42,15 @@ __device__ __forceinline__ u32 decode2(u32 x, u32 zero, u32 scale, u32 bias) {
     return y;
 }
 
-// The scales of a lane's two outputs for one group, each twice: {scale g, bias g, scale g + 8, bias g + 8}.
-__device__ __forceinline__ uint4 scales_of(const u32 *scales, u32 g) {
-    u32 low = __ldg(scales + g), high = __ldg(scales + g + 8);
-    return make_uint4(__byte_perm(low, low, 0x1010), __byte_perm(low, low, 0x3232), __byte_perm(high, high, 0x1010), __byte_perm(high, high, 0x3232));
+// The scales and biases of a lane's two outputs for its 8 of 32 inputs from `k` on. `scales` points at the tile's first group.
+__device__ __forceinline__ uint2 scales_of(const Weight &weight, const u32 *scales, u32 k, u32 lane) {
+    const u32 *from = scales + ((k + lane % 4 * 8) >> weight.shift) * 16 + lane / 4;
+    return make_uint2(__ldg(from), __ldg(from + 8));
 }
 
-// The two instruction operands of 32 inputs, of the 64 whose packed pieces lie `apart` pieces from each other. `scales` points at the tile's first group;
-// `k` is the first of the 64 inputs.
+// The two instruction operands of 32 inputs, of the 64 whose packed pieces lie `apart` pieces from each other.
 template <int PACKING>
-__device__ __forceinline__ void unpack(const uint4 *packed, u32 apart, int chunk, const Weight &weight, const u32 *scales, u32 k, u32 lane, u32 (&a)[2][4]) {
+__device__ __forceinline__ void unpack(const uint4 *packed, u32 apart, int chunk, u32 zero, uint2 scales, u32 (&a)[2][4]) {
     if (PACKING == HALF || PACKING == BRAIN) {
 #pragma unroll
         for (int half = 0; half < 2; half++) {
@@ -60,9 +59,9 @@ __device__ __forceinline__ void unpack(const uint4 *packed, u32 apart, int chunk
         }
         return;
     }
-    u32 g = lane / 4, t = lane % 4;
     uint4 piece = packed[PACKING == CODES4 ? 0 : chunk * apart];
-    uint4 s = scales_of(scales + (k + chunk * 32 + t * 8) / weight.group * 16, g);
+    u32 scale[2] = {__byte_perm(scales.x, 0, 0x1010), __byte_perm(scales.y, 0, 0x1010)};
+    u32 bias[2] = {__byte_perm(scales.x, 0, 0x3232), __byte_perm(scales.y, 0, 0x3232)};
 #pragma unroll
     for (int half = 0; half < 2; half++) {
         u32(&out)[4] = a[half];
@@ -76,7 +75,7 @@ __device__ __forceinline__ void unpack(const uint4 *packed, u32 apart, int chunk
             out[2] = __byte_perm(high, 0x64646464, 0x4140), out[3] = __byte_perm(high, 0x64646464, 0x4342);
         }
 #pragma unroll
-        for (int r = 0; r < 4; r++) out[r] = r % 2 == 0 ? decode2(out[r], weight.zero, s.x, s.y) : decode2(out[r], weight.zero, s.z, s.w);
+        for (int r = 0; r < 4; r++) out[r] = decode2(out[r], zero, scale[r % 2], bias[r % 2]);
     }
 }
 
@@ -99,27 +98,32 @@ __device__ __forceinline__ void finish(const Weight &weight, u32 row, u32 output
 // counted in blocks of 64.
 template <int PACKING, int MT, int NT>
 __device__ __forceinline__ void narrow(const Weights &weights, const u16 *x, const float *row_scales, u32 rows, u32 blocks, u32 length, bool add) {
-    const int U = PACKING == CODES4 ? 8 : 4, PIECES = Pack<PACKING>::BYTES / 16, STAGE = MT * NT > 4 ? 1 : U;
+    const bool CODED = PACKING == CODES4 || PACKING == CODES8;
+    const int PIECES = Pack<PACKING>::BYTES / 16, STAGE = MT * NT > 4 ? 1 : PACKING == CODES4 ? 4 : 2;
     __shared__ float partial[SEGMENTS][MT * NT][128];
     u32 warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
     u32 tile = blockIdx.x * MT;
     const Weight &weight = weight_of(weights, tile);
     u32 begin = min(warp * length, blocks), end = min(begin + length, blocks);
-    size_t groups = weight.group ? (size_t)blocks * 64 / weight.group : 0;
+    size_t groups = (u64)blocks * 64 >> weight.shift;
     const uint4 *codes = (const uint4 *)weight.codes + (size_t)tile * blocks * PIECES * 32;
     const u32 *scales = weight.scales + (size_t)tile * groups * 16;
     const u16 *input = x + (size_t)g * blocks * 64 + t * 8;
     float sums[MT][NT][4] = {};
     uint4 packed[STAGE][MT][PIECES];
+    uint2 factors[STAGE][MT][2];
     auto fetch = [&](u32 block) {
 #pragma unroll
         for (int u = 0; u < STAGE; u++)
 #pragma unroll
-            for (int m = 0; m < MT; m++)
+            for (int m = 0; m < MT; m++) {
+                if (block + u >= end) continue;
 #pragma unroll
-                for (int i = 0; i < PIECES; i++)
-                    if (block + u < end)
-                        packed[u][m][i] = load_once(codes + (((size_t)m * blocks + block + u) * PIECES + i) * 32 + lane);
+                for (int i = 0; i < PIECES; i++) packed[u][m][i] = load_once(codes + (((size_t)m * blocks + block + u) * PIECES + i) * 32 + lane);
+#pragma unroll
+                for (int chunk = 0; chunk < 2; chunk++)
+                    if (CODED) factors[u][m][chunk] = scales_of(weight, scales + m * groups * 16, (block + u) * 64 + chunk * 32, lane);
+            }
     };
     // Weights are there already; activations may still be on their way.
     fetch(begin);
@@ -134,7 +138,7 @@ __device__ __forceinline__ void narrow(const Weights &weights, const u16 *x, con
             for (int chunk = 0; chunk < 2; chunk++) {
                 u32 a[MT][2][4];
 #pragma unroll
-                for (int m = 0; m < MT; m++) unpack<PACKING>(packed[u][m], 1, chunk, weight, scales + m * groups * 16, k, lane, a[m]);
+                for (int m = 0; m < MT; m++) unpack<PACKING>(packed[u][m], 1, chunk, weight.zero, factors[u][m][chunk], a[m]);
 #pragma unroll
                 for (int n = 0; n < NT; n++) {
                     uint4 b = __ldg((const uint4 *)(input + (size_t)n * 8 * blocks * 64 + k + chunk * 32));
@@ -169,13 +173,14 @@ __device__ __forceinline__ void narrow(const Weights &weights, const u16 *x, con
 #define WIDE_STAGES 4
 template <int PACKING, int WM, int WN>
 __device__ __forceinline__ void wide(const Weights &weights, const u16 *x, const float *row_scales, u32 rows, u32 blocks, u32 length, bool add) {
+    const bool CODED = PACKING == CODES4 || PACKING == CODES8;
     const int PIECES = Pack<PACKING>::BYTES / 16, A = 8 * PIECES * 512, B = 128 * 128, ACROSS = 8 / WM;
     extern __shared__ __align__(128) u8 shared[];
     u32 warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
     u32 tile = blockIdx.y * 8, first = blockIdx.x * 128;
     const Weight &weight = weight_of(weights, tile);
     u32 last = (weight.outputs + 15) / 16 - 1;
-    size_t groups = weight.group ? (size_t)blocks * 64 / weight.group : 0;
+    size_t groups = (u64)blocks * 64 >> weight.shift;
     u32 m0 = warp % ACROSS * WM, n0 = warp / ACROSS * WN;
     wait_for_earlier_kernels();
     auto fetch = [&](u32 block) {
@@ -208,18 +213,22 @@ __device__ __forceinline__ void wide(const Weights &weights, const u16 *x, const
             uint4 b[WN];
 #pragma unroll
             for (int n = 0; n < WN; n++) b[n] = *(const uint4 *)(from + A + chunk * 8192 + ((n0 + n) * 8 + g) * 64 + t * 16);
+            u32 a[WM][2][4];
 #pragma unroll
             for (int m = 0; m < WM; m++) {
-                u32 a[2][4];
                 const uint4 *packed = (const uint4 *)from + (m0 + m) * PIECES * 32 + lane;
                 const u32 *scales = weight.scales + (size_t)min(tile + m0 + m, last) * groups * 16;
-                unpack<PACKING>(packed, 32, chunk, weight, scales, block * 64, lane, a);
-#pragma unroll
-                for (int n = 0; n < WN; n++) {
-                    mma<Pack<PACKING>::RAW>(sums[m][n], a[0], b[n].x, b[n].y);
-                    mma<Pack<PACKING>::RAW>(sums[m][n], a[1], b[n].z, b[n].w);
-                }
+                uint2 factors = CODED ? scales_of(weight, scales, block * 64 + chunk * 32, lane) : make_uint2(0, 0);
+                unpack<PACKING>(packed, 32, chunk, weight.zero, factors, a[m]);
             }
+            // Instructions that follow each other add to different sums.
+#pragma unroll
+            for (int half = 0; half < 2; half++)
+#pragma unroll
+                for (int m = 0; m < WM; m++)
+#pragma unroll
+                    for (int n = 0; n < WN; n++)
+                        mma<Pack<PACKING>::RAW>(sums[m][n], a[m][half], half == 0 ? b[n].x : b[n].z, half == 0 ? b[n].y : b[n].w);
         }
         if ((block + 1) % length == 0 || block + 1 == blocks) {
             bool start = block < length;
@@ -245,8 +254,8 @@ __device__ __forceinline__ void wide(const Weights &weights, const u16 *x, const
             }
 }
 
-#define NARROW(NAME, PACKING, MT, NT)                                                                                                   \
-    extern "C" __global__ void __launch_bounds__(256, 2) NAME(Weights weights, const u16 *x, const float *scales, u32 rows, u32 blocks, \
+#define NARROW(NAME, PACKING, MT, NT, BLOCKS)                                                                                           \
+    extern "C" __global__ void __launch_bounds__(256, BLOCKS) NAME(Weights weights, const u16 *x, const float *scales, u32 rows, u32 blocks, \
                                                               u32 length, u32 add) {                                                    \
         narrow<PACKING, MT, NT>(weights, x, scales, rows, blocks, length, add);                                                         \
     }
@@ -256,10 +265,10 @@ __device__ __forceinline__ void wide(const Weights &weights, const u16 *x, const
         wide<PACKING, WM, WN>(weights, x, scales, rows, blocks, length, add);                                                           \
     }
 #define PRODUCTS(NAME, PACKING, WM, WN)  \
-    NARROW(NAME##_narrow8, PACKING, 1, 1)  \
-    NARROW(NAME##_narrow16, PACKING, 1, 2) \
-    NARROW(NAME##_narrow32, PACKING, 2, 4) \
-    NARROW(NAME##_narrow64, PACKING, 1, 8) \
+    NARROW(NAME##_narrow8, PACKING, 1, 1, 3)  \
+    NARROW(NAME##_narrow16, PACKING, 1, 2, 3) \
+    NARROW(NAME##_narrow32, PACKING, 2, 4, 2) \
+    NARROW(NAME##_narrow64, PACKING, 1, 8, 2) \
     WIDE(NAME##_wide, PACKING, WM, WN)
 
 PRODUCTS(half, HALF, 4, 4)
@@ -400,7 +409,7 @@ __device__ float weight_at(const Weight &weight, int packing, u32 blocks, u32 ro
     u32 code;
     if (packing == CODES4) code = ((const u32 *)weight.codes)[(base * 32 + lane) * 4 + step] >> (4 * (reg + k % 2 * 4)) & 15;
     else code = weight.codes[((base * 2 + step / 2) * 32 + lane) * 16 + step % 2 * 8 + at];
-    u32 pair = weight.scales[((size_t)tile * (blocks * 64 / weight.group) + k / weight.group) * 16 + row % 16];
+    u32 pair = weight.scales[((size_t)tile * (blocks * 64 >> weight.shift) + (k >> weight.shift)) * 16 + row % 16];
     float zero = widen_f16((u16)weight.zero);
     return widen_f16(narrow_f16(fmaf(1024.0f + code - zero, widen_f16((u16)pair), widen_f16((u16)(pair >> 16)))));
 }
