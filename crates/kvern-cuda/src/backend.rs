@@ -341,13 +341,13 @@ impl Cuda {
         };
         let blocks = weights.total() / tiles;
         let grid = if tiles == 8 {
-            // Four blocks of inputs in flight, of 128 outputs and of 128 rows.
+            // Four blocks of inputs in flight, of 128 outputs and of 128 rows, and a sum for each of both.
             let weight = match first.packing {
                 Packing::Codes4 => 4096,
                 Packing::Codes8 => 8192,
                 _ => 16384,
             };
-            Grid { shared: 4 * (weight + 16384), ..Grid::new(((rows as u32).div_ceil(128), blocks), 256) }
+            Grid { shared: 4 * (weight + 16384) + 65536, ..Grid::new(((rows as u32).div_ceil(128), blocks), 256) }
         } else {
             Grid::new(blocks, 256)
         };
@@ -683,7 +683,7 @@ impl Backend for Cuda {
         (angles, head_dim): (&Tensor, usize),
     ) -> Result<(), BackendError> {
         let attention = pages.spec().groups()[slot.group].kind == Kind::Attention;
-        if !attention || pages.spec().groups()[slot.group].key_dim() != head_dim {
+        if !attention || pages.spec().groups()[slot.group].key_dim() != head_dim || head_dim > 256 {
             self.rope(q, angles, head_dim)?;
             self.rope(k, angles, head_dim)?;
             return self.append(step, pages, slot, &[k, v]);
@@ -710,7 +710,8 @@ impl Backend for Cuda {
             &dim,
             &count,
         ];
-        let grid = Grid::new((heads + 2 * kv_heads, step.tokens as u32), dim.next_multiple_of(32).min(1024));
+        // Four heads a block.
+        let grid = Grid::new(((heads + 2 * kv_heads).div_ceil(4), step.tokens as u32), 4 * dim);
         // SAFETY: the shapes were checked, and the plan's pages exist.
         unsafe { self.launch("rope_append", grid, arguments) }
     }

@@ -200,26 +200,39 @@ __device__ __forceinline__ void wide(const Weights &weights, const u16 *x, const
         if (stage < blocks) fetch(stage);
         copy_commit();
     }
-    float sums[WM][WN][4] = {}, total[WM][WN][4] = {};
-    for (u32 block = 0; block < blocks; block++) {
-        copy_wait<WIDE_STAGES - 2>();
-        __syncthreads();
-        if (block + WIDE_STAGES - 1 < blocks) fetch(block + WIDE_STAGES - 1);
-        copy_commit();
+    float sums[WM][WN][4] = {};
+    // Sums of whole segments, out of the way of the registers.
+    float4 *totals = (float4 *)(shared + WIDE_STAGES * (A + B)) + threadIdx.x;
+    // Operands of 32 inputs at a time, the next ones on their way from shared memory while these are multiplied.
+    u32 a[2][WM][2][4];
+    uint4 b[2][WN];
+    auto take = [&](u32 block, int chunk, int to) {
         const u8 *from = shared + block % WIDE_STAGES * (A + B);
-        // 32 inputs at a time: the rows' operands stay in registers while the outputs' pass.
+#pragma unroll
+        for (int n = 0; n < WN; n++) b[to][n] = *(const uint4 *)(from + A + chunk * 8192 + ((n0 + n) * 8 + g) * 64 + t * 16);
+#pragma unroll
+        for (int m = 0; m < WM; m++) {
+            const uint4 *packed = (const uint4 *)from + (m0 + m) * PIECES * 32 + lane;
+            const u32 *scales = weight.scales + (size_t)min(tile + m0 + m, last) * groups * 16;
+            uint2 factors = CODED ? scales_of(weight, scales, block * 64 + chunk * 32, lane) : make_uint2(0, 0);
+            unpack<PACKING>(packed, 32, chunk, weight.zero, factors, a[to][m]);
+        }
+    };
+    copy_wait<WIDE_STAGES - 2>();
+    __syncthreads();
+    take(0, 0, 0);
+    for (u32 block = 0; block < blocks; block++) {
 #pragma unroll
         for (int chunk = 0; chunk < 2; chunk++) {
-            uint4 b[WN];
-#pragma unroll
-            for (int n = 0; n < WN; n++) b[n] = *(const uint4 *)(from + A + chunk * 8192 + ((n0 + n) * 8 + g) * 64 + t * 16);
-            u32 a[WM][2][4];
-#pragma unroll
-            for (int m = 0; m < WM; m++) {
-                const uint4 *packed = (const uint4 *)from + (m0 + m) * PIECES * 32 + lane;
-                const u32 *scales = weight.scales + (size_t)min(tile + m0 + m, last) * groups * 16;
-                uint2 factors = CODED ? scales_of(weight, scales, block * 64 + chunk * 32, lane) : make_uint2(0, 0);
-                unpack<PACKING>(packed, 32, chunk, weight.zero, factors, a[m]);
+            if (chunk == 0) {
+                take(block, 1, 1);
+                // Everyone has passed the last barrier, and so has taken all of the block before, whose place this one's takes.
+                if (block + WIDE_STAGES - 1 < blocks) fetch(block + WIDE_STAGES - 1);
+                copy_commit();
+            } else {
+                copy_wait<WIDE_STAGES - 2>();
+                __syncthreads();
+                if (block + 1 < blocks) take(block + 1, 0, 0);
             }
             // Instructions that follow each other add to different sums.
 #pragma unroll
@@ -228,19 +241,24 @@ __device__ __forceinline__ void wide(const Weights &weights, const u16 *x, const
                 for (int m = 0; m < WM; m++)
 #pragma unroll
                     for (int n = 0; n < WN; n++)
-                        mma<Pack<PACKING>::RAW>(sums[m][n], a[m][half], half == 0 ? b[n].x : b[n].z, half == 0 ? b[n].y : b[n].w);
+                        mma<Pack<PACKING>::RAW>(sums[m][n], a[chunk][m][half], half == 0 ? b[chunk][n].x : b[chunk][n].z, half == 0 ? b[chunk][n].y : b[chunk][n].w);
         }
         if ((block + 1) % length == 0 || block + 1 == blocks) {
-            bool start = block < length;
+            bool start = block < length, end = block + 1 == blocks;
 #pragma unroll
             for (int m = 0; m < WM; m++)
 #pragma unroll
-                for (int n = 0; n < WN; n++)
-#pragma unroll
-                    for (int i = 0; i < 4; i++) {
-                        total[m][n][i] = start ? sums[m][n][i] : total[m][n][i] + sums[m][n][i];
-                        sums[m][n][i] = 0.0f;
+                for (int n = 0; n < WN; n++) {
+                    float(&c)[4] = sums[m][n];
+                    float4 *total = totals + (m * WN + n) * 256;
+                    if (!start) {
+                        float4 x = *total;
+                        c[0] = x.x + c[0], c[1] = x.y + c[1], c[2] = x.z + c[2], c[3] = x.w + c[3];
                     }
+                    if (end) continue;
+                    *total = make_float4(c[0], c[1], c[2], c[3]);
+                    c[0] = c[1] = c[2] = c[3] = 0.0f;
+                }
         }
     }
 #pragma unroll
@@ -250,7 +268,7 @@ __device__ __forceinline__ void wide(const Weights &weights, const u16 *x, const
 #pragma unroll
             for (int i = 0; i < 4; i++) {
                 u32 row = first + (n0 + n) * 8 + 2 * t + i % 2, output = (tile + m0 + m) * 16 + g + i / 2 * 8;
-                if (row < rows) finish(weight, row, output, total[m][n][i], row_scales[row], add);
+                if (row < rows) finish(weight, row, output, sums[m][n][i], row_scales[row], add);
             }
 }
 

@@ -20,15 +20,15 @@ extern "C" __global__ void append(Plan plan, const Pages *classes, const Plane *
         store(base, to.raw, element(to, i / to.dim, column % pages.columns, i % to.dim), x[(size_t)token * width + i]);
 }
 
-// Rotates queries and keys, and stores keys and values. A block has one head of one token: of queries, keys or values, in this order.
+// Rotates queries and keys, and stores keys and values. A block has some heads of one token: of queries, keys or values, in this order.
 extern "C" __global__ void rope_append(Plan plan, const Pages *classes, const Plane *planes, float *q, const float *k, const float *v, const float *angles,
                                        u32 heads, u32 kv_heads, u32 dim, u32 count) {
     wait_for_earlier_kernels();
-    u32 token = blockIdx.y, head = blockIdx.x;
+    u32 token = blockIdx.y, lanes = dim, head = blockIdx.x * (blockDim.x / lanes) + threadIdx.x / lanes, lane = threadIdx.x % lanes;
     const float *cos = angles + (size_t)token * 2 * count, *sin = cos + count;
     if (head < heads) {
         float *row = q + ((size_t)token * heads + head) * dim;
-        for (u32 i = threadIdx.x; i < count; i += blockDim.x) {
+        for (u32 i = lane; i < count; i += lanes) {
             float x0 = row[i], x1 = row[i + count];
             row[i] = x0 * cos[i] - x1 * sin[i];
             row[i + count] = x1 * cos[i] + x0 * sin[i];
@@ -36,7 +36,7 @@ extern "C" __global__ void rope_append(Plan plan, const Pages *classes, const Pl
         return;
     }
     u32 owner = plan.owners[token];
-    if (owner == NONE) return;
+    if (head >= heads + 2 * kv_heads || owner == NONE) return;
     Segment segment = plan.segments[owner];
     Span span = plan.spans[owner];
     u32 before = segment.start + segment.count - span.count;
@@ -48,7 +48,7 @@ extern "C" __global__ void rope_append(Plan plan, const Pages *classes, const Pl
     u32 kv = head - heads - (key ? 0 : kv_heads);
     Plane plane = planes[span.cls * 2 + (key ? 0 : 1)];
     const float *row = (key ? k : v) + ((size_t)token * kv_heads + kv) * plane.dim;
-    for (u32 i = threadIdx.x; i < plane.dim; i += blockDim.x) {
+    for (u32 i = lane; i < plane.dim; i += lanes) {
         float x = row[i];
         if (key && i < count) x = x * cos[i] - row[i + count] * sin[i];
         else if (key && i < 2 * count) x = x * cos[i - count] + row[i - count] * sin[i - count];
