@@ -38,10 +38,10 @@ pub fn cpu(set: KernelSet, threads: usize, exact: bool) -> Cpu {
     Cpu::new(&CpuOptions { threads: Some(threads), isa: Some(set.name().into()), exact }).unwrap()
 }
 
-/// A new GPU backend.
+/// A new GPU backend; an eager one records no steps.
 #[allow(dead_code, reason = "each test uses its own part of this")]
-pub fn gpu(exact: bool) -> Cuda {
-    Cuda::new(&CudaOptions { exact, ..CudaOptions::default() }).unwrap()
+pub fn gpu(exact: bool, eager: bool) -> Cuda {
+    Cuda::new(&CudaOptions { exact, eager, ..CudaOptions::default() }).unwrap()
 }
 
 /// The GPU, for one test at a time.
@@ -50,7 +50,7 @@ pub fn shared_gpu(exact: bool) -> MutexGuard<'static, Option<Cuda>> {
     static GPUS: [Mutex<Option<Cuda>>; 2] = [Mutex::new(None), Mutex::new(None)];
     // A test that failed leaves the GPU usable.
     let mut guard = GPUS[usize::from(exact)].lock().unwrap_or_else(PoisonError::into_inner);
-    guard.get_or_insert_with(|| gpu(exact));
+    guard.get_or_insert_with(|| gpu(exact, false));
     guard
 }
 

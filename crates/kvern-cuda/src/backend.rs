@@ -105,6 +105,19 @@ impl Tensor {
     }
 }
 
+/// The kernels of a packing: for up to 8, 16, 32 and 64 rows, and for any number.
+macro_rules! kernels {
+    ($packing:literal) => {
+        [
+            concat!($packing, "_narrow8"),
+            concat!($packing, "_narrow16"),
+            concat!($packing, "_narrow32"),
+            concat!($packing, "_narrow64"),
+            concat!($packing, "_wide"),
+        ]
+    };
+}
+
 /// What becomes the activations of a product; the numbers are those of `kernels/linear.cu`.
 enum Input<'a> {
     Plain,
@@ -317,12 +330,10 @@ impl Cuda {
     fn packed_products(&self, outs: &[(&Linear, u64)], rows: usize, add: bool) -> Result<(), BackendError> {
         let (first, _) = outs[0];
         let names = match first.packing {
-            Packing::Half => ["half_narrow8", "half_narrow16", "half_narrow32", "half_narrow64", "half_wide"],
-            Packing::Brain => ["brain_narrow8", "brain_narrow16", "brain_narrow32", "brain_narrow64", "brain_wide"],
-            Packing::Codes4 => {
-                ["codes4_narrow8", "codes4_narrow16", "codes4_narrow32", "codes4_narrow64", "codes4_wide"]
-            }
-            _ => ["codes8_narrow8", "codes8_narrow16", "codes8_narrow32", "codes8_narrow64", "codes8_wide"],
+            Packing::Half => kernels!("half"),
+            Packing::Brain => kernels!("brain"),
+            Packing::Codes4 => kernels!("codes4"),
+            _ => kernels!("codes8"),
         };
         let (name, tiles) = match rows {
             0..=8 => (names[0], 1),

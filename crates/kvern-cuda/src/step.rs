@@ -161,6 +161,11 @@ impl Step {
     }
 }
 
+/// Strides that a step of `strides` is rounded up to: eight sizes for each doubling.
+fn rounded_strides(strides: usize) -> usize {
+    strides.next_multiple_of((strides.next_power_of_two() / 8).max(1))
+}
+
 /// Rows that a step of `rows` is rounded up to.
 pub(crate) fn rounded(rows: usize) -> usize {
     match rows {
@@ -246,7 +251,7 @@ impl Step {
         let rows = rounded(plan.segments.len());
         let size = (generates && all && plan.reads.is_empty()).then(|| Size {
             rows,
-            strides: strides.next_power_of_two(),
+            strides: rounded_strides(strides),
             draws,
         });
         let window = plan.segments.iter().map(|segment| segment.count).filter(|&count| count > FEW).max().unwrap_or(0);

@@ -58,7 +58,8 @@ fn engine(setup: &Setup, state_memory: u64) -> Engine {
 fn engine_keeping(setup: &Setup, state_memory: u64, prefixes: Limits) -> Engine {
     match setup.set {
         Set::Cpu(set) => engine_on(subjects::cpu(set, setup.threads, false), setup, state_memory, prefixes),
-        Set::Cuda => engine_on(subjects::gpu(false), setup, state_memory, prefixes),
+        // What is recorded gives the bits of what is not.
+        Set::Cuda => engine_on(subjects::gpu(false, setup.threads == 1), setup, state_memory, prefixes),
     }
 }
 

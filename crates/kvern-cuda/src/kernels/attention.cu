@@ -147,26 +147,18 @@ template <int RAW, int DIM> __device__ __forceinline__ void decode(const Attenti
     __shared__ __align__(16) u16 weights[2][16][PAGE + 8];
     __shared__ float maxima[2][4][16];
     __shared__ __align__(16) uint4 shared_queries[DIM / 16][32];
-    wait_for_earlier_kernels();
     u32 token = a.plan.singles[blockIdx.z], kv = blockIdx.y, stride = blockIdx.x;
-    if (token == NONE) return;
+    // Whoever has nothing to do waits all the same: a kernel that has ended must mean that all before it have.
+    if (token == NONE) return wait_for_earlier_kernels();
     u32 owner = a.plan.owners[token];
     Segment segment = a.plan.segments[owner];
     Span span = a.plan.spans[owner];
     Visible view = visible(a.plan, segment, span, token);
     u32 from = stride * STRIDE, to = min(from + STRIDE, view.end);
-    if (from >= view.end || (from >= view.sinks && from + STRIDE <= view.start)) return;
+    if (from >= view.end || (from >= view.sinks && from + STRIDE <= view.start)) return wait_for_earlier_kernels();
     Pages pages = a.classes[span.cls];
     Plane keys = a.planes[span.cls * 2], values = a.planes[span.cls * 2 + 1];
     u32 warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4, share = a.heads / a.kv_heads;
-    const float *queries = a.q + ((size_t)token * a.heads + kv * share) * DIM;
-    {
-        u32 q[DIM / 16][4];
-        load_queries<RAW, DIM>(g < share ? queries + g * DIM : 0, g + 8 < share ? queries + (g + 8) * DIM : 0, t, q);
-#pragma unroll
-        for (int i = 0; i < DIM / 16; i++)
-            if (i % 4 == warp) shared_queries[i][lane] = make_uint4(q[i][0], q[i][1], q[i][2], q[i][3]);
-    }
     const int TILES = DIM / 32; // Of 8 dimensions, for each warp.
     float out[TILES][4] = {}, mass[4] = {}, top[2] = {NOTHING, NOTHING};
     Scale how = {a.scale, a.softcap};
@@ -184,7 +176,19 @@ template <int RAW, int DIM> __device__ __forceinline__ void decode(const Attenti
     };
     auto held = [&](u32 index) { return index * PAGE < view.sinks || (index + 1) * PAGE > view.start; };
     while (begin < end && !held(begin)) begin++;
-    if (begin < end) fetch(begin);
+    // Pages that this step adds nothing to are there already.
+    bool early = begin < end && (begin + 1) * PAGE <= span.past;
+    if (early) fetch(begin);
+    wait_for_earlier_kernels();
+    const float *queries = a.q + ((size_t)token * a.heads + kv * share) * DIM;
+    {
+        u32 q[DIM / 16][4];
+        load_queries<RAW, DIM>(g < share ? queries + g * DIM : 0, g + 8 < share ? queries + (g + 8) * DIM : 0, t, q);
+#pragma unroll
+        for (int i = 0; i < DIM / 16; i++)
+            if (i % 4 == warp) shared_queries[i][lane] = make_uint4(q[i][0], q[i][1], q[i][2], q[i][3]);
+    }
+    if (begin < end && !early) fetch(begin);
     __syncthreads();
     for (u32 index = begin; index < end;) {
         u32 next = index + 1;
@@ -268,36 +272,40 @@ template <int RAW, int DIM> __device__ __forceinline__ void decode(const Attenti
     }
 }
 
-// Merges the strides of one query and head, a thread for each dimension. Partial results are fetched a few at a time, and merged one by one.
+// Merges the strides of one query and head, a thread for each dimension. Partial results are fetched many at a time, and merged one by one; what is not
+// there is a part of no mass, which changes no bit.
 template <int DIM> __device__ __forceinline__ void merge(const Attention &a, const float *parts, u32 strides) {
-    const int BATCH = 16;
-    wait_for_earlier_kernels();
+    const int BATCH = 32;
+    __shared__ float maxima[BATCH], masses[BATCH];
     u32 token = a.plan.singles[blockIdx.y], head = blockIdx.x, i = threadIdx.x;
-    if (token == NONE) return;
+    if (token == NONE) return wait_for_earlier_kernels();
     u32 owner = a.plan.owners[token];
     Segment segment = a.plan.segments[owner];
     Visible view = visible(a.plan, segment, a.plan.spans[owner], token);
     const float *part = parts + ((size_t)blockIdx.y * a.heads + head) * strides * (DIM + 2);
     u32 end = (view.end + STRIDE - 1) / STRIDE;
     auto held = [&](u32 stride) { return stride < end && (stride * STRIDE < view.sinks || (stride + 1) * STRIDE > view.start); };
+    wait_for_earlier_kernels();
     float total = 0.0f, mass = 0.0f, max = NOTHING;
     for (u32 first = 0; first < end; first += BATCH) {
-        float values[BATCH], maxima[BATCH], masses[BATCH];
+        float values[BATCH];
 #pragma unroll
-        for (int j = 0; j < BATCH; j++) {
-            const float *from = part + (size_t)(first + j) * (DIM + 2);
-            bool is = held(first + j);
-            values[j] = is ? from[i] : 0.0f, maxima[j] = is ? from[DIM] : NOTHING, masses[j] = is ? from[DIM + 1] : 0.0f;
+        for (int j = 0; j < BATCH; j++) values[j] = held(first + j) ? part[(size_t)(first + j) * (DIM + 2) + i] : 0.0f;
+        if (i < BATCH) {
+            const float *from = part + (size_t)(first + i) * (DIM + 2) + DIM;
+            bool is = held(first + i);
+            maxima[i] = is ? from[0] : NOTHING, masses[i] = is ? from[1] : 0.0f;
         }
+        __syncthreads();
 #pragma unroll
         for (int j = 0; j < BATCH; j++) {
-            if (!held(first + j)) continue;
             float old, add, now;
             merging(max, maxima[j], now, old, add);
             total = merged(total, old, values[j], add);
             mass = merged(mass, old, masses[j], add);
             max = now;
         }
+        __syncthreads();
     }
     float factor = 1.0f;
     if (a.sinks) {

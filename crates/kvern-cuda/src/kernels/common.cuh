@@ -63,8 +63,8 @@ template <int RAW> __device__ __forceinline__ void mma(float (&c)[4], const u32 
             : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3]) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
-// A kernel may be started while the one before it still runs. What comes before this call may only read what no kernel of a step writes; after it, all
-// earlier kernels are done and what they wrote can be seen.
+// A kernel may be started while the one before it still runs. What comes before this call may only read what no kernel of a step writes, such as weights, the
+// plan and pages that the step adds nothing to; after it, all earlier kernels are done and what they wrote can be seen.
 __device__ __forceinline__ void wait_for_earlier_kernels() {
 #if __CUDA_ARCH__ >= 900
     asm volatile("griddepcontrol.launch_dependents;\n griddepcontrol.wait;" ::: "memory");
@@ -83,6 +83,18 @@ template <int LEFT> __device__ __forceinline__ void copy_wait() { asm volatile("
 __device__ __forceinline__ uint4 load_once(const void *from) {
     uint4 x;
     asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w) : "l"(from));
+    return x;
+}
+
+// Loads that stay where they are written, ahead of what needs them; the compiler would move them next to it.
+__device__ __forceinline__ uint4 load_ahead(const void *from) {
+    uint4 x;
+    asm volatile("ld.global.nc.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w) : "l"(from));
+    return x;
+}
+__device__ __forceinline__ u32 load_ahead(const u32 *from) {
+    u32 x;
+    asm volatile("ld.global.nc.u32 %0, [%1];" : "=r"(x) : "l"(from));
     return x;
 }
 

@@ -45,7 +45,7 @@ __device__ __forceinline__ u32 decode2(u32 x, u32 zero, u32 scale, u32 bias) {
 // The scales and biases of a lane's two outputs for its 8 of 32 inputs from `k` on. `scales` points at the tile's first group.
 __device__ __forceinline__ uint2 scales_of(const Weight &weight, const u32 *scales, u32 k, u32 lane) {
     const u32 *from = scales + ((k + lane % 4 * 8) >> weight.shift) * 16 + lane / 4;
-    return make_uint2(__ldg(from), __ldg(from + 8));
+    return make_uint2(load_ahead(from), load_ahead(from + 8));
 }
 
 // The two instruction operands of 32 inputs, of the 64 whose packed pieces lie `apart` pieces from each other.
@@ -94,62 +94,89 @@ __device__ __forceinline__ void finish(const Weight &weight, u32 row, u32 output
     *out = add ? *out + y : y;
 }
 
+// A number that the compiler knows.
+template <int N> struct Int {
+    static const int VALUE = N;
+};
+
 // Up to 8 * NT rows: a block has 16 * MT outputs, a warp one segment of their inputs. `x` is [rows, inputs] in 16 bits, rows and inputs padded; inputs are
 // counted in blocks of 64.
 template <int PACKING, int MT, int NT>
 __device__ __forceinline__ void narrow(const Weights &weights, const u16 *x, const float *row_scales, u32 rows, u32 blocks, u32 length, bool add) {
     const bool CODED = PACKING == CODES4 || PACKING == CODES8;
-    const int PIECES = Pack<PACKING>::BYTES / 16, STAGE = MT * NT > 4 ? 1 : PACKING == CODES4 ? 4 : 2;
+    const int PIECES = Pack<PACKING>::BYTES / 16, STAGE = MT * NT > 2 ? 1 : 2;
     __shared__ float partial[SEGMENTS][MT * NT][128];
     u32 warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
     u32 tile = blockIdx.x * MT;
     const Weight &weight = weight_of(weights, tile);
     u32 begin = min(warp * length, blocks), end = min(begin + length, blocks);
     size_t groups = (u64)blocks * 64 >> weight.shift;
-    const uint4 *codes = (const uint4 *)weight.codes + (size_t)tile * blocks * PIECES * 32;
+    const uint4 *codes = (const uint4 *)weight.codes + (size_t)tile * blocks * PIECES * 32 + lane;
     const u32 *scales = weight.scales + (size_t)tile * groups * 16;
     const u16 *input = x + (size_t)g * blocks * 64 + t * 8;
     float sums[MT][NT][4] = {};
-    uint4 packed[STAGE][MT][PIECES];
-    uint2 factors[STAGE][MT][2];
-    auto fetch = [&](u32 block) {
+    // Two stages of weights: one is multiplied while the other is on its way.
+    uint4 packed[2][STAGE][MT][PIECES];
+    uint2 factors[2][STAGE][MT][2];
+    auto fetch = [&](auto count, u32 block, int to) {
+        const uint4 *from = codes + (size_t)block * PIECES * 32;
 #pragma unroll
-        for (int u = 0; u < STAGE; u++)
+        for (int u = 0; u < count.VALUE; u++)
 #pragma unroll
             for (int m = 0; m < MT; m++) {
-                if (block + u >= end) continue;
 #pragma unroll
-                for (int i = 0; i < PIECES; i++) packed[u][m][i] = load_once(codes + (((size_t)m * blocks + block + u) * PIECES + i) * 32 + lane);
-#pragma unroll
-                for (int chunk = 0; chunk < 2; chunk++)
-                    if (CODED) factors[u][m][chunk] = scales_of(weight, scales + m * groups * 16, (block + u) * 64 + chunk * 32, lane);
+                for (int i = 0; i < PIECES; i++) packed[to][u][m][i] = load_once(from + ((size_t)m * blocks * PIECES + u * PIECES + i) * 32);
+                if (!CODED) continue;
+                factors[to][u][m][0] = scales_of(weight, scales + m * groups * 16, (block + u) * 64, lane);
+                // Groups of 64 inputs and more have one scale for both halves.
+                if (weight.shift < 6) factors[to][u][m][1] = scales_of(weight, scales + m * groups * 16, (block + u) * 64 + 32, lane);
+                else factors[to][u][m][1] = factors[to][u][m][0];
             }
     };
-    // Weights are there already; activations may still be on their way.
-    fetch(begin);
-    wait_for_earlier_kernels();
-    for (u32 block = begin; block < end; block += STAGE) {
-        if (block > begin) fetch(block);
+    auto multiply = [&](auto count, u32 block, int from) {
+        const u16 *at = input + (size_t)block * 64;
+        // Activations of several products at once, so that their loads overlap.
+        const int AHEAD = NT > 2 ? 1 : count.VALUE * 2;
+        uint4 b[AHEAD][NT];
 #pragma unroll
-        for (int u = 0; u < STAGE; u++) {
-            if (block + u >= end) break;
-            u32 k = (block + u) * 64;
+        for (int part = 0; part < count.VALUE * 2; part++) {
+            if (part % AHEAD == 0) {
 #pragma unroll
-            for (int chunk = 0; chunk < 2; chunk++) {
-                u32 a[MT][2][4];
+                for (int next = 0; next < AHEAD; next++)
 #pragma unroll
-                for (int m = 0; m < MT; m++) unpack<PACKING>(packed[u][m], 1, chunk, weight.zero, factors[u][m][chunk], a[m]);
+                    for (int n = 0; n < NT; n++) b[next][n] = load_ahead(at + (size_t)n * 8 * blocks * 64 + (part + next) * 32);
+            }
+            u32 a[MT][2][4];
+#pragma unroll
+            for (int m = 0; m < MT; m++) unpack<PACKING>(packed[from][part / 2][m], 1, part % 2, weight.zero, factors[from][part / 2][m][part % 2], a[m]);
+#pragma unroll
+            for (int half = 0; half < 2; half++)
 #pragma unroll
                 for (int n = 0; n < NT; n++) {
-                    uint4 b = __ldg((const uint4 *)(input + (size_t)n * 8 * blocks * 64 + k + chunk * 32));
+                    uint4 y = b[part % AHEAD][n];
 #pragma unroll
-                    for (int m = 0; m < MT; m++) {
-                        mma<Pack<PACKING>::RAW>(sums[m][n], a[m][0], b.x, b.y);
-                        mma<Pack<PACKING>::RAW>(sums[m][n], a[m][1], b.z, b.w);
-                    }
+                    for (int m = 0; m < MT; m++)
+                        mma<Pack<PACKING>::RAW>(sums[m][n], a[m][half], half == 0 ? y.x : y.z, half == 0 ? y.y : y.w);
                 }
-            }
         }
+    };
+    // Whole stages, then what is left of the segment, block by block. Weights are there already; activations may still be on their way.
+    const Int<STAGE> all;
+    const Int<1> one;
+    u32 whole = begin + (end - begin) / STAGE * STAGE;
+    if (begin < whole) fetch(all, begin, 0);
+    else if (begin < end) fetch(one, begin, 0);
+    wait_for_earlier_kernels();
+    for (u32 block = begin; block < whole; block += 2 * STAGE) {
+        if (block + STAGE < whole) fetch(all, block + STAGE, 1);
+        multiply(all, block, 0);
+        if (block + STAGE >= whole) break;
+        if (block + 2 * STAGE < whole) fetch(all, block + 2 * STAGE, 0);
+        multiply(all, block + STAGE, 1);
+    }
+    for (u32 block = whole; block < end; block++) {
+        if (block > begin) fetch(one, block, 0);
+        multiply(one, block, 0);
     }
 #pragma unroll
     for (int m = 0; m < MT; m++)
@@ -283,8 +310,8 @@ __device__ __forceinline__ void wide(const Weights &weights, const u16 *x, const
         wide<PACKING, WM, WN>(weights, x, scales, rows, blocks, length, add);                                                           \
     }
 #define PRODUCTS(NAME, PACKING, WM, WN)  \
-    NARROW(NAME##_narrow8, PACKING, 1, 1, 3)  \
-    NARROW(NAME##_narrow16, PACKING, 1, 2, 3) \
+    NARROW(NAME##_narrow8, PACKING, 1, 1, PACKING == CODES4 ? 3 : 2) \
+    NARROW(NAME##_narrow16, PACKING, 1, 2, 2) \
     NARROW(NAME##_narrow32, PACKING, 2, 4, 2) \
     NARROW(NAME##_narrow64, PACKING, 1, 8, 2) \
     WIDE(NAME##_wide, PACKING, WM, WN)
@@ -323,6 +350,9 @@ extern "C" __global__ void __launch_bounds__(1024) prepare(const float *x, const
                                     u16 *to, float *scales) {
     extern __shared__ __align__(16) float row[];
     __shared__ float sums[32], maxima[32];
+    // A norm's weights are there already.
+    bool whole = width % 4 == 0;
+    float4 early = input == NORMED && whole && threadIdx.x * 4 < width ? *(const float4 *)(other + threadIdx.x * 4) : make_float4(0, 0, 0, 0);
     wait_for_earlier_kernels();
     const float *from = x + (size_t)blockIdx.x * width, *second = input == GATED ? other + (size_t)blockIdx.x * width : other;
     u16 *out = to + (size_t)blockIdx.x * padded;
@@ -330,9 +360,9 @@ extern "C" __global__ void __launch_bounds__(1024) prepare(const float *x, const
     // A thread keeps to its own four values of each round, so that nothing but the sums needs a barrier. Rows are padded to whole rounds.
     for (u32 i = threadIdx.x * 4; i < padded; i += blockDim.x * 4) {
         float4 y = make_float4(0, 0, 0, 0), w = y;
-        if (width % 4 == 0 && i < width) {
+        if (whole && i < width) {
             y = *(const float4 *)(from + i);
-            if (input != PLAIN) w = *(const float4 *)(second + i);
+            if (input != PLAIN) w = input == NORMED && i == threadIdx.x * 4 ? early : *(const float4 *)(second + i);
         } else {
             for (int j = 0; j < 4; j++)
                 if (i + j < width) (&y.x)[j] = from[i + j], (&w.x)[j] = input != PLAIN ? second[i + j] : 0.0f;

@@ -23,10 +23,10 @@ extern "C" __global__ void append(Plan plan, const Pages *classes, const Plane *
 // Rotates queries and keys, and stores keys and values. A block has some heads of one token: of queries, keys or values, in this order.
 extern "C" __global__ void rope_append(Plan plan, const Pages *classes, const Plane *planes, float *q, const float *k, const float *v, const float *angles,
                                        u32 heads, u32 kv_heads, u32 dim, u32 count) {
-    wait_for_earlier_kernels();
     u32 token = blockIdx.y, lanes = dim, head = blockIdx.x * (blockDim.x / lanes) + threadIdx.x / lanes, lane = threadIdx.x % lanes;
     const float *cos = angles + (size_t)token * 2 * count, *sin = cos + count;
     if (head < heads) {
+        wait_for_earlier_kernels();
         float *row = q + ((size_t)token * heads + head) * dim;
         for (u32 i = lane; i < count; i += lanes) {
             float x0 = row[i], x1 = row[i + count];
@@ -47,6 +47,7 @@ extern "C" __global__ void rope_append(Plan plan, const Pages *classes, const Pl
     bool key = head < heads + kv_heads;
     u32 kv = head - heads - (key ? 0 : kv_heads);
     Plane plane = planes[span.cls * 2 + (key ? 0 : 1)];
+    wait_for_earlier_kernels();
     const float *row = (key ? k : v) + ((size_t)token * kv_heads + kv) * plane.dim;
     for (u32 i = lane; i < plane.dim; i += lanes) {
         float x = row[i];
