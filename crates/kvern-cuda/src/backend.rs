@@ -300,7 +300,7 @@ impl Cuda {
         let shared = padded as u32 * 4;
         if shared + 512 > self.device.properties().shared {
             let found = x.width.to_string();
-            return Err(BackendError::Unsupported { what: "a row", found, needs: "to fit into shared memory" });
+            return Err(BackendError::Unsupported { what: "a row", found, needs: "rows that fit into shared memory" });
         }
         let (kind, other, eps, function) = match *input {
             Input::Plain => (0u32, 0, 0.0, 0),

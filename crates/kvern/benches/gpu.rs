@@ -218,11 +218,14 @@ fn attention(gpu: &Cuda, rows: usize, read: f64) -> Result<Value, Failure> {
     gpu.resize(&mut kv, 4096)?;
     gpu.upload(&noise(4096 * 1024), &mut kv)?;
     for row in 0..rows {
-        for _ in 0..COLUMNS / 4096 {
+        for append in 1..=COLUMNS / 4096 {
             let mut counts = vec![0; rows];
-            counts[row] = 4096;
+            // The last column is the query's own.
+            let count = if append == COLUMNS / 4096 { 4095 } else { 4096 };
+            counts[row] = count;
+            gpu.resize(&mut kv, count)?;
             let append = all.batch.prepare_append(&counts)?;
-            let step = gpu.begin(append.plan(&vec![0; 4096], &[])?, &mut all.pages)?;
+            let step = gpu.begin(append.plan(&vec![0; count], &[])?, &mut all.pages)?;
             for layer in 0..layers {
                 gpu.append(&step, &mut all.pages, Slot { group: 0, layer }, &[&kv, &kv])?;
             }

@@ -297,6 +297,8 @@ fn bad_input_is_explained() {
     fails(&["pull", "nothing"], "no model `nothing`");
     fails(&["chat", "hi", "-m", model(), "--isa", "mmx"], "instruction set `mmx` is not available");
     fails(&["chat", &"word ".repeat(9000), "-m", model()], "the context holds 8192");
+    // Without a driver it says so, and with one, that there are not so many devices.
+    fails(&["chat", "hi", "-m", model(), "--device", "cuda:99"], "CUDA");
     fails(&["chat", "hi", "-m", model(), "--ctx", "20"], "the context holds 20");
     fails(&["chat", "hi", "-m", model(), "--state-memory", "1"], "the budget is 1048576 bytes");
     fails(&["chat", "hi", "-m", model(), "--temperature=-1"], "temperature should be");
@@ -312,7 +314,7 @@ fn bad_input_is_explained() {
 #[test]
 fn wrong_usage_exits_with_2() {
     for arguments in
-        [&["chat", "--kv", "k9v9"][..], &["chat", "--device", "cuda"], &["chat", "--device", "tpu"], &["dance"]]
+        [&["chat", "--kv", "k9v9"][..], &["chat", "--device", "cuda:x"], &["chat", "--device", "tpu"], &["dance"]]
     {
         assert_eq!(kvern(arguments).status.code(), Some(2), "{arguments:?}");
     }

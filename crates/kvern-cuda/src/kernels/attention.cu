@@ -275,7 +275,7 @@ template <int RAW, int DIM> __device__ __forceinline__ void decode(const Attenti
 // Merges the strides of one query and head, a thread for each dimension. Partial results are fetched many at a time, and merged one by one; what is not
 // there is a part of no mass, which changes no bit.
 template <int DIM> __device__ __forceinline__ void merge(const Attention &a, const float *parts, u32 strides) {
-    const int BATCH = 32;
+    const int BATCH = 64;
     __shared__ float maxima[BATCH], masses[BATCH];
     u32 token = a.plan.singles[blockIdx.y], head = blockIdx.x, i = threadIdx.x;
     if (token == NONE) return wait_for_earlier_kernels();

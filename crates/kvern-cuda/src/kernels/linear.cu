@@ -35,11 +35,27 @@ template <int PACKING> struct Pack {
     static const int BYTES = PACKING == CODES4 ? 16 : PACKING == CODES8 ? 32 : 64; // A lane's, of 64 inputs.
 };
 
-// x = (x - zero) * scale + bias, twice; rounded once.
+// (x - zero) * scale + bias of two codes, rounded once. A code is the mantissa of 1024 + code; or, four bits higher, of 1024 + 16 code, which is divided first:
+// both differences are exact.
 __device__ __forceinline__ u32 decode2(u32 x, u32 zero, u32 scale, u32 bias) {
     u32 y;
     asm("{ .reg .b32 d; sub.rn.f16x2 d, %1, %2; fma.rn.f16x2 %0, d, %3, %4; }" : "=r"(y) : "r"(x), "r"(zero), "r"(scale), "r"(bias));
     return y;
+}
+__device__ __forceinline__ u32 decode2_high(u32 x, u32 zero, u32 scale, u32 bias) {
+    u32 y, sixteenth = 0x2c002c00;
+    asm("{ .reg .b32 d; fma.rn.f16x2 d, %1, %2, %3; fma.rn.f16x2 %0, d, %4, %5; }" : "=r"(y) : "r"(x), "r"(sixteenth), "r"(zero), "r"(scale), "r"(bias));
+    return y;
+}
+
+// The code of nothing, as each of the two takes it: 1024 + zero, and -(64 + zero).
+struct Zero {
+    u32 low, high;
+};
+__device__ __forceinline__ Zero zeros(u32 zero) {
+    u32 high, from = 0x63806380; // 960, twice.
+    asm("sub.rn.f16x2 %0, %1, %2;" : "=r"(high) : "r"(from), "r"(zero));
+    return {zero, high};
 }
 
 // The scales and biases of a lane's two outputs for its 8 of 32 inputs from `k` on. `scales` points at the tile's first group.
@@ -50,7 +66,7 @@ __device__ __forceinline__ uint2 scales_of(const Weight &weight, const u32 *scal
 
 // The two instruction operands of 32 inputs, of the 64 whose packed pieces lie `apart` pieces from each other.
 template <int PACKING>
-__device__ __forceinline__ void unpack(const uint4 *packed, u32 apart, int chunk, u32 zero, uint2 scales, u32 (&a)[2][4]) {
+__device__ __forceinline__ void unpack(const uint4 *packed, u32 apart, int chunk, Zero zero, uint2 scales, u32 (&a)[2][4]) {
     if (PACKING == HALF || PACKING == BRAIN) {
 #pragma unroll
         for (int half = 0; half < 2; half++) {
@@ -66,16 +82,17 @@ __device__ __forceinline__ void unpack(const uint4 *packed, u32 apart, int chunk
     for (int half = 0; half < 2; half++) {
         u32(&out)[4] = a[half];
         if (PACKING == CODES4) {
-            u32 word = chunk == 0 ? (half == 0 ? piece.x : piece.y) : (half == 0 ? piece.z : piece.w);
-#pragma unroll
-            for (int r = 0; r < 4; r++) out[r] = ((word >> (4 * r)) & 0x000f000f) | 0x64006400;
+            u32 word = chunk == 0 ? (half == 0 ? piece.x : piece.y) : (half == 0 ? piece.z : piece.w), next = word >> 8;
+            out[0] = (word & 0x000f000f) | 0x64006400, out[1] = (word & 0x00f000f0) | 0x64006400;
+            out[2] = (next & 0x000f000f) | 0x64006400, out[3] = (next & 0x00f000f0) | 0x64006400;
         } else {
             u32 low = half == 0 ? piece.x : piece.z, high = half == 0 ? piece.y : piece.w;
             out[0] = __byte_perm(low, 0x64646464, 0x4140), out[1] = __byte_perm(low, 0x64646464, 0x4342);
             out[2] = __byte_perm(high, 0x64646464, 0x4140), out[3] = __byte_perm(high, 0x64646464, 0x4342);
         }
 #pragma unroll
-        for (int r = 0; r < 4; r++) out[r] = decode2(out[r], zero, scale[r % 2], bias[r % 2]);
+        for (int r = 0; r < 4; r++)
+            out[r] = PACKING == CODES4 && r % 2 == 1 ? decode2_high(out[r], zero.high, scale[1], bias[1]) : decode2(out[r], zero.low, scale[r % 2], bias[r % 2]);
     }
 }
 
@@ -111,6 +128,7 @@ __device__ __forceinline__ void narrow(const Weights &weights, const u16 *x, con
     const Weight &weight = weight_of(weights, tile);
     u32 begin = min(warp * length, blocks), end = min(begin + length, blocks);
     size_t groups = (u64)blocks * 64 >> weight.shift;
+    Zero zero = zeros(weight.zero);
     const uint4 *codes = (const uint4 *)weight.codes + (size_t)tile * blocks * PIECES * 32 + lane;
     const u32 *scales = weight.scales + (size_t)tile * groups * 16;
     const u16 *input = x + (size_t)g * blocks * 64 + t * 8;
@@ -148,7 +166,7 @@ __device__ __forceinline__ void narrow(const Weights &weights, const u16 *x, con
             }
             u32 a[MT][2][4];
 #pragma unroll
-            for (int m = 0; m < MT; m++) unpack<PACKING>(packed[from][part / 2][m], 1, part % 2, weight.zero, factors[from][part / 2][m][part % 2], a[m]);
+            for (int m = 0; m < MT; m++) unpack<PACKING>(packed[from][part / 2][m], 1, part % 2, zero, factors[from][part / 2][m][part % 2], a[m]);
 #pragma unroll
             for (int half = 0; half < 2; half++)
 #pragma unroll
@@ -208,6 +226,7 @@ __device__ __forceinline__ void wide(const Weights &weights, const u16 *x, const
     const Weight &weight = weight_of(weights, tile);
     u32 last = (weight.outputs + 15) / 16 - 1;
     size_t groups = (u64)blocks * 64 >> weight.shift;
+    Zero zero = zeros(weight.zero);
     u32 m0 = warp % ACROSS * WM, n0 = warp / ACROSS * WN;
     wait_for_earlier_kernels();
     auto fetch = [&](u32 block) {
@@ -242,7 +261,7 @@ __device__ __forceinline__ void wide(const Weights &weights, const u16 *x, const
             const uint4 *packed = (const uint4 *)from + (m0 + m) * PIECES * 32 + lane;
             const u32 *scales = weight.scales + (size_t)min(tile + m0 + m, last) * groups * 16;
             uint2 factors = CODED ? scales_of(weight, scales, block * 64 + chunk * 32, lane) : make_uint2(0, 0);
-            unpack<PACKING>(packed, 32, chunk, weight.zero, factors, a[to][m]);
+            unpack<PACKING>(packed, 32, chunk, zero, factors, a[to][m]);
         }
     };
     copy_wait<WIDE_STAGES - 2>();
