@@ -19,6 +19,9 @@ use crate::pages::Pages;
 use crate::record::{Mode, Recorder, Way};
 use crate::step::{Plan, Step, Uploads};
 
+/// Names of kernels and the seconds that each took, in order.
+pub type KernelTimes = Vec<(&'static str, f64)>;
+
 /// How a [`Cuda`] is made.
 #[derive(Debug, Clone, Default)]
 pub struct CudaOptions {
@@ -224,10 +227,7 @@ impl Cuda {
     ///
     /// # Errors
     /// `enqueue`'s, or the device's.
-    pub fn profile<T, E: From<Error>>(
-        &self,
-        enqueue: impl FnOnce() -> Result<T, E>,
-    ) -> Result<(T, Vec<(&'static str, f64)>), E> {
+    pub fn profile<T, E: From<Error>>(&self, enqueue: impl FnOnce() -> Result<T, E>) -> Result<(T, KernelTimes), E> {
         lock(&self.state).profile = Some(Vec::new());
         let outcome = enqueue();
         let marks = lock(&self.state).profile.take().unwrap_or_default();
@@ -415,7 +415,7 @@ impl Cuda {
         Ok(())
     }
 
-    fn states<'a>(&self, verb: &'static str, step: &'a Step, group: usize) -> Result<Option<usize>, BackendError> {
+    fn states(&self, verb: &'static str, step: &Step, group: usize) -> Result<Option<usize>, BackendError> {
         let mut class = None;
         for segment in &step.plan.segments {
             class = Some(kvern_backend::states(verb, segment, group)?.class);

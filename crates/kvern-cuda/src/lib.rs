@@ -25,6 +25,6 @@ mod pages;
 mod record;
 mod step;
 
-pub use backend::{Cuda, CudaOptions, Tensor};
+pub use backend::{Cuda, CudaOptions, KernelTimes, Tensor};
 pub use compile::{MODULES, Module, OPTIONS, source};
 pub use device::Error;

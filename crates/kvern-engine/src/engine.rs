@@ -416,9 +416,8 @@ impl Engine {
     /// Takes the tokens of the oldest step in flight, waiting for them.
     fn land(&mut self) -> Result<(), Error> {
         let Some(flight) = self.flights.front() else { return Ok(()) };
-        let any = |drawn: bool| flight.drawn.iter().any(|&d| d == drawn);
-        let mut logits = if any(false) { self.executor.logits()? } else { Vec::new() };
-        let tokens = if any(true) { self.executor.drawn()? } else { Vec::new() };
+        let mut logits = if flight.drawn.contains(&false) { self.executor.logits()? } else { Vec::new() };
+        let tokens = if flight.drawn.contains(&true) { self.executor.drawn()? } else { Vec::new() };
         let Some(flight) = self.flights.pop_front() else { return Ok(()) };
         let vocab = self.info().vocab;
         let mut ended = BTreeSet::new();
