@@ -1,162 +1,22 @@
-//! [`Cuda`]: the verbs as launches.
+//! The verbs as launches.
 
-use std::collections::VecDeque;
 use std::ops::Range;
-use std::sync::Mutex;
 
-use cudarc::driver::CudaEvent;
 use kvern_backend::{
     Activation, Attention, Backend, DeltaInputs, DeltaRule, Error as BackendError, Limits, Part, Slot, check_append,
     check_convolution,
 };
-use kvern_base::Raw;
 use kvern_state::{Kind, StateSpec, StepPlan, Table};
 use kvern_weights::Tensor as WeightTensor;
 
-use crate::device::{Argument, Device, Error, Grid, Memory, Pinned, Trying, between, lock};
-use crate::linear::{BLOCK, Linear, Packing, Vector, Weights};
+use crate::attention::Attend;
+use crate::device::{Argument, Error, Grid, Trying, lock};
+use crate::gpu::{Cuda, Drawn, OUTPUTS, RESERVE, Tensor};
+use crate::linear::{Linear, Packing, Vector};
 use crate::pages::Pages;
+use crate::product::{Input, activation};
 use crate::record::{Mode, Recorder, Way};
-use crate::step::{Plan, Step, Uploads};
-
-/// Names of kernels and the seconds that each took, in order.
-pub type KernelTimes = Vec<(&'static str, f64)>;
-
-/// How a [`Cuda`] is made.
-#[derive(Debug, Clone, Default)]
-pub struct CudaOptions {
-    /// Which GPU, of those that the driver shows.
-    pub device: usize,
-    /// Decode quantized weights to `f32` and multiply in `f32`: slow, for comparisons.
-    pub exact: bool,
-    /// Record no steps.
-    pub eager: bool,
-}
-
-/// Memory that is left to others: workspaces, recorded steps, the driver.
-const RESERVE: u64 = 1 << 30;
-
-/// The GPU backend.
-pub struct Cuda {
-    device: Device,
-    exact: bool,
-    eager: bool,
-    state: Mutex<State>,
-}
-
-/// What verbs share.
-struct State {
-    mode: Mode,
-    recorder: Recorder,
-    uploads: Uploads,
-    /// Activations of a product, in 16 bits, and a factor for each row.
-    inputs: Scratch,
-    scales: Scratch,
-    /// Partial results of attention.
-    parts: Scratch,
-    /// Tokens drawn by the last step that drew.
-    drawn: Memory,
-    results: VecDeque<Drawn>,
-    spare: Vec<Pinned>,
-    /// Kernels with marks before and after, while somebody wants to know.
-    profile: Option<Vec<(&'static str, CudaEvent, CudaEvent)>>,
-}
-
-/// Tokens on their way to the host.
-struct Drawn {
-    pinned: Pinned,
-    event: CudaEvent,
-    count: usize,
-}
-
-/// The most outputs of one step.
-const OUTPUTS: usize = 1 << 14;
-
-/// Memory that grows with the largest step.
-struct Scratch(Memory);
-
-impl Scratch {
-    /// Its address, with room for so many bytes; true when it moved.
-    fn reserve(&mut self, device: &Device, bytes: usize) -> Result<bool, Error> {
-        let grows = bytes > self.0.bytes();
-        if grows {
-            self.0 = device.allocate(bytes.next_power_of_two())?;
-        }
-        Ok(grows)
-    }
-}
-
-/// Activations `[rows, width]`.
-pub struct Tensor {
-    memory: Memory,
-    rows: usize,
-    width: usize,
-    capacity: usize,
-}
-
-impl Tensor {
-    fn shape(&self) -> (usize, usize) {
-        (self.rows, self.width)
-    }
-
-    fn len(&self) -> usize {
-        self.rows * self.width
-    }
-
-    fn address(&self) -> u64 {
-        self.memory.address()
-    }
-}
-
-/// The kernels of a packing: for up to 8, 16, 32 and 64 rows, and for any number.
-macro_rules! kernels {
-    ($packing:literal) => {
-        [
-            concat!($packing, "_narrow8"),
-            concat!($packing, "_narrow16"),
-            concat!($packing, "_narrow32"),
-            concat!($packing, "_narrow64"),
-            concat!($packing, "_wide"),
-        ]
-    };
-}
-
-/// What becomes the activations of a product; the numbers are those of `kernels/linear.cu`.
-enum Input<'a> {
-    Plain,
-    /// The norm's weight and epsilon.
-    Normed(&'a Vector, f32),
-    /// What the activated values are multiplied with.
-    Gated(Activation, &'a Tensor),
-}
-
-fn activation(activation: Activation) -> u32 {
-    match activation {
-        Activation::Silu => 0,
-        Activation::Sigmoid => 1,
-        Activation::GeluTanh => 2,
-    }
-}
-
-/// `Attention` of `kernels/attention.cu`.
-#[repr(C)]
-#[derive(Debug, Clone, Copy)]
-struct Attend {
-    plan: Plan,
-    classes: u64,
-    planes: u64,
-    q: u64,
-    sinks: u64,
-    out: u64,
-    scale: f32,
-    softcap: f32,
-    heads: u32,
-    kv_heads: u32,
-    key_dim: u32,
-    value_dim: u32,
-    plane_count: u32,
-    latent: u32,
-}
+use crate::step::{Plan, Step};
 
 /// `State` of `kernels/recurrent.cu`.
 #[repr(C)]
@@ -167,262 +27,7 @@ struct Recurrent {
     offset: u64,
 }
 
-impl Argument for Attend {}
 impl Argument for Recurrent {}
-
-impl Cuda {
-    /// Opens a GPU.
-    ///
-    /// # Errors
-    /// [`Error`] when the driver or NVRTC is not installed, or there is no such GPU.
-    pub fn new(options: &CudaOptions) -> Result<Self, Error> {
-        let device = Device::open(options.device)?;
-        let scratch = || Ok::<_, Error>(Scratch(device.allocate(1 << 20)?));
-        let state = State {
-            mode: Mode::Enqueue,
-            recorder: Recorder::default(),
-            uploads: Uploads::new(&device)?,
-            inputs: scratch()?,
-            scales: scratch()?,
-            parts: scratch()?,
-            drawn: device.allocate(OUTPUTS * 4)?,
-            results: VecDeque::new(),
-            spare: Vec::new(),
-            profile: None,
-        };
-        let (exact, eager) = (options.exact, options.eager);
-        Ok(Self { device, exact, eager, state: Mutex::new(state) })
-    }
-
-    /// Enqueues a kernel, unless a recorded step stands for it.
-    ///
-    /// # Safety
-    /// As [`Device::launch`].
-    unsafe fn launch(&self, name: &'static str, grid: Grid, arguments: &[&dyn Argument]) -> Result<(), BackendError> {
-        let mut state = lock(&self.state);
-        if state.mode == Mode::Skip {
-            return Ok(());
-        }
-        let start = state.profile.as_ref().map(|_| self.device.mark()).transpose()?;
-        // SAFETY: the caller answers for the arguments.
-        unsafe { self.device.launch(name, grid, arguments) }?;
-        if let (Some(profile), Some(start)) = (&mut state.profile, start) {
-            profile.push((name, start, self.device.mark()?));
-        }
-        Ok(())
-    }
-
-    /// Seconds that the device takes for what `enqueue` enqueues.
-    ///
-    /// # Errors
-    /// `enqueue`'s, or the device's.
-    pub fn time<E: From<Error>>(&self, enqueue: impl FnOnce() -> Result<(), E>) -> Result<f64, E> {
-        let start = self.device.mark()?;
-        enqueue()?;
-        let end = self.device.mark()?;
-        Ok(between(&start, &end)?)
-    }
-
-    /// Runs `enqueue` with a clock around each kernel that it starts plainly; gives their names and seconds, in order.
-    ///
-    /// # Errors
-    /// `enqueue`'s, or the device's.
-    pub fn profile<T, E: From<Error>>(&self, enqueue: impl FnOnce() -> Result<T, E>) -> Result<(T, KernelTimes), E> {
-        lock(&self.state).profile = Some(Vec::new());
-        let outcome = enqueue();
-        let marks = lock(&self.state).profile.take().unwrap_or_default();
-        let times = marks.iter().map(|(name, start, end)| Ok((*name, between(start, end)?)));
-        let times = times.collect::<Result<_, Error>>()?;
-        Ok((outcome?, times))
-    }
-
-    /// Makes sure that scratch memory has room; what was recorded with another address is forgotten.
-    fn reserve(&self, of: impl Fn(&mut State) -> &mut Scratch, bytes: usize) -> Result<u64, Error> {
-        let mut state = lock(&self.state);
-        if of(&mut state).reserve(&self.device, bytes)? {
-            state.recorder.clear();
-        }
-        Ok(of(&mut state).0.address())
-    }
-
-    fn products(
-        &self,
-        (x, input): (&Tensor, Input<'_>),
-        outs: &mut [(&Linear, &mut Tensor)],
-        add: bool,
-    ) -> Result<(), BackendError> {
-        for (weight, out) in outs.iter() {
-            BackendError::check("project", "width of the input", weight.inputs, x.width)?;
-            BackendError::check("project", "width of the output", weight.outputs, out.width)?;
-            BackendError::check("project", "rows of the output", x.rows, out.rows)?;
-        }
-        let mut rest: Vec<usize> = (0..outs.len()).collect();
-        let mut prepared = None;
-        while let Some(&first) = rest.first() {
-            let packing = outs[first].0.packing;
-            let same = |&&index: &&usize| outs[index].0.packing == packing;
-            let most = if packing == Packing::Exact { 1 } else { Weights::MOST };
-            let group: Vec<usize> = rest.iter().filter(same).take(most).copied().collect();
-            rest.retain(|index| !group.contains(index));
-            if packing == Packing::Exact {
-                let (weight, out) = &mut outs[first];
-                self.exact_product(x, weight, out, add)?;
-                continue;
-            }
-            if prepared != Some(packing.brain()) {
-                self.prepare(x, &input, packing.brain())?;
-                prepared = Some(packing.brain());
-            }
-            let weights: Vec<(&Linear, u64)> = group.iter().map(|&i| (outs[i].0, outs[i].1.address())).collect();
-            self.packed_products(&weights, x.rows, add)?;
-        }
-        Ok(())
-    }
-
-    /// Products with weights in f32, whose activations stay in f32.
-    fn exact_product(&self, x: &Tensor, weight: &Linear, out: &mut Tensor, add: bool) -> Result<(), BackendError> {
-        let raw = weight.raw_parts();
-        let grid = Grid::new(((weight.outputs as u32).div_ceil(8), (x.rows as u32).div_ceil(4)), 256);
-        let (outputs, inputs) = (weight.outputs as u32, weight.inputs as u32);
-        let arguments: &[&dyn Argument] =
-            &[&raw.0, &raw.1, &x.address(), &out.address(), &outputs, &inputs, &(x.rows as u32), &u32::from(add)];
-        // SAFETY: the shapes were checked.
-        unsafe { self.launch("exact", grid, arguments) }
-    }
-
-    /// Rounds activations to 16 bits, where products find them.
-    fn prepare(&self, x: &Tensor, input: &Input<'_>, brain: bool) -> Result<(), BackendError> {
-        let padded = x.width.next_multiple_of(BLOCK);
-        // Whole blocks of rows, so that no kernel reads past the end.
-        let rows = x.rows.next_multiple_of(128);
-        let inputs = self.reserve(|state| &mut state.inputs, rows * padded * 2)?;
-        let scales = self.reserve(|state| &mut state.scales, rows * 4)?;
-        let shared = padded as u32 * 4;
-        if shared + 512 > self.device.properties().shared {
-            let found = x.width.to_string();
-            return Err(BackendError::Unsupported { what: "a row", found, needs: "rows that fit into shared memory" });
-        }
-        let (kind, other, eps, function) = match *input {
-            Input::Plain => (0u32, 0, 0.0, 0),
-            Input::Normed(weight, eps) => (1, weight.memory.address(), eps, 0),
-            Input::Gated(function, up) => (2, up.address(), 0.0, activation(function)),
-        };
-        // The number of threads decides the order of a norm's sum: it follows from the width alone.
-        let threads = (x.width as u32).div_ceil(4).next_multiple_of(32).min(1024);
-        let grid = Grid { shared, ..Grid::new(x.rows as u32, threads) };
-        let arguments: &[&dyn Argument] = &[
-            &x.address(),
-            &other,
-            &kind,
-            &function,
-            &eps,
-            &(x.width as u32),
-            &(padded as u32),
-            &u32::from(brain),
-            &inputs,
-            &scales,
-        ];
-        // SAFETY: `other` is as wide as the norm or has the rows of `x`; the scratch was reserved for these rows.
-        unsafe { self.launch("prepare", grid, arguments) }
-    }
-
-    /// Products of prepared activations and weights of one packing.
-    fn packed_products(&self, outs: &[(&Linear, u64)], rows: usize, add: bool) -> Result<(), BackendError> {
-        let (first, _) = outs[0];
-        let names = match first.packing {
-            Packing::Half => kernels!("half"),
-            Packing::Brain => kernels!("brain"),
-            Packing::Codes4 => kernels!("codes4"),
-            _ => kernels!("codes8"),
-        };
-        let (name, tiles) = match rows {
-            0..=8 => (names[0], 1),
-            9..=16 => (names[1], 1),
-            17..=32 => (names[2], 2),
-            33..=64 => (names[3], 1),
-            _ => (names[4], 8),
-        };
-        let mut weights = Weights::default();
-        for (linear, out) in outs {
-            weights.push(linear, *out, tiles);
-        }
-        let (inputs, scales) = {
-            let state = lock(&self.state);
-            (state.inputs.0.address(), state.scales.0.address())
-        };
-        let blocks = weights.total() / tiles;
-        let grid = if tiles == 8 {
-            // Four blocks of inputs in flight, of 128 outputs and of 128 rows, and a sum for each of both.
-            let weight = match first.packing {
-                Packing::Codes4 => 4096,
-                Packing::Codes8 => 8192,
-                _ => 16384,
-            };
-            Grid { shared: 4 * (weight + 16384) + 65536, ..Grid::new(((rows as u32).div_ceil(128), blocks), 256) }
-        } else {
-            Grid::new(blocks, 256)
-        };
-        let arguments: &[&dyn Argument] = &[
-            &weights,
-            &inputs,
-            &scales,
-            &(rows as u32),
-            &(first.blocks() as u32),
-            &(first.segment() as u32),
-            &u32::from(add),
-        ];
-        // SAFETY: the shapes were checked, and the activations prepared in whole blocks of rows.
-        unsafe { self.launch(name, grid, arguments) }
-    }
-
-    /// The 16-bit type and dimension of keys and values, where the kernels for matrix instructions serve a group.
-    fn matrix(spec: &StateSpec, slot: Slot, heads: usize) -> Option<(Raw, usize)> {
-        let group = &spec.groups()[slot.group];
-        let [keys, values] = group.planes.as_slice() else { return None };
-        let (raw, dim) = (keys.codec.raw(), keys.dim);
-        let alike = values.codec == keys.codec && values.dim == dim && group.late.is_none();
-        let served = group.kind == Kind::Attention && matches!(dim, 64 | 128) && heads / group.heads() <= 16;
-        (alike && served && spec.page() == 64 && raw != Raw::F32).then_some((raw, dim))
-    }
-
-    fn attend_matrix(&self, step: &Step, attend: &Attend, (raw, dim): (Raw, usize)) -> Result<(), BackendError> {
-        let (decode, window) = match (raw, dim) {
-            (Raw::F16, 64) => ("attend_decode_f16_64", "attend_window_f16_64"),
-            (Raw::F16, _) => ("attend_decode_f16_128", "attend_window_f16_128"),
-            (_, 64) => ("attend_decode_bf16_64", "attend_window_bf16_64"),
-            (_, _) => ("attend_decode_bf16_128", "attend_window_bf16_128"),
-        };
-        let kv_heads = attend.kv_heads;
-        if step.singles > 0 {
-            let bytes = step.singles * attend.heads as usize * step.strides * (dim + 2) * 4;
-            let parts = self.reserve(|state| &mut state.parts, bytes)?;
-            let (singles, strides) = (step.singles as u32, step.strides as u32);
-            let grid = Grid::new((strides, kv_heads, singles), 128);
-            // SAFETY: the shapes were checked, and the scratch has a part for each stride of each row.
-            unsafe { self.launch(decode, grid, &[attend, &parts, &strides]) }?;
-            let merge = if dim == 64 { "attend_merge_64" } else { "attend_merge_128" };
-            let grid = Grid::new((attend.heads, singles), dim as u32);
-            // SAFETY: as above.
-            unsafe { self.launch(merge, grid, &[attend, &parts, &strides]) }?;
-        }
-        if step.window > 0 {
-            let rows = step.window as u32 * (attend.heads / kv_heads);
-            let shared = 2 * 2 * 64 * dim as u32 * 2 + 128 * dim as u32 * 4;
-            let blocks = (rows.div_ceil(128), kv_heads, step.segments() as u32);
-            // SAFETY: the shapes were checked.
-            unsafe { self.launch(window, Grid { shared, ..Grid::new(blocks, 256) }, &[attend]) }?;
-        }
-        Ok(())
-    }
-
-    fn states(&self, verb: &'static str, step: &Step, group: usize) -> Result<Option<usize>, BackendError> {
-        let mut class = None;
-        for segment in &step.plan.segments {
-            class = Some(kvern_backend::states(verb, segment, group)?.class);
-        }
-        Ok(class)
-    }
-}
 
 impl Backend for Cuda {
     type Tensor = Tensor;
@@ -932,6 +537,14 @@ impl Backend for Cuda {
 }
 
 impl Cuda {
+    fn states(&self, verb: &'static str, step: &Step, group: usize) -> Result<Option<usize>, BackendError> {
+        let mut class = None;
+        for segment in &step.plan.segments {
+            class = Some(kvern_backend::states(verb, segment, group)?.class);
+        }
+        Ok(class)
+    }
+
     /// A norm of each run of the weight's length.
     fn norm(
         &self,
@@ -954,18 +567,5 @@ impl Cuda {
         let arguments: &[&dyn Argument] = &[&x.address(), &up, &activation(function), &(x.len() as u64)];
         // SAFETY: exactly the tensor's values, of which `up` has as many or is none.
         unsafe { self.launch("activate", Grid::values(x.len()), arguments) }
-    }
-
-    /// Enqueues the copy of drawn tokens to the host.
-    fn fetch(&self, count: usize) -> Result<(), Error> {
-        let mut state = lock(&self.state);
-        let mut pinned = match state.spare.pop() {
-            Some(pinned) => pinned,
-            None => Pinned::new(&self.device, OUTPUTS * 4)?,
-        };
-        state.drawn.give(&mut pinned, count * 4)?;
-        let event = self.device.stream().record_event(None).trying("record an event")?;
-        state.results.push_back(Drawn { pinned, event, count });
-        Ok(())
     }
 }

@@ -286,6 +286,7 @@ impl Device {
         arguments: &[&dyn Argument],
     ) -> Result<(), Error> {
         let mut pointers = [std::ptr::null_mut(); 16];
+        debug_assert!(arguments.len() <= pointers.len());
         for (pointer, argument) in pointers.iter_mut().zip(arguments) {
             *pointer = argument.pointer();
         }

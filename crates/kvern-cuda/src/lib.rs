@@ -17,14 +17,17 @@
 //! # Ok::<(), kvern_cuda::Error>(())
 //! ```
 
+mod attention;
 mod backend;
 mod compile;
 mod device;
+mod gpu;
 mod linear;
 mod pages;
+mod product;
 mod record;
 mod step;
 
-pub use backend::{Cuda, CudaOptions, KernelTimes, Tensor};
 pub use compile::{MODULES, Module, OPTIONS, source};
 pub use device::Error;
+pub use gpu::{Cuda, CudaOptions, KernelTimes, Tensor};
