@@ -27,7 +27,7 @@ pub struct CudaOptions {
 /// Memory that is left to others: workspaces, recorded steps, the driver.
 pub(crate) const RESERVE: u64 = 1 << 30;
 
-/// The GPU backend.
+/// The GPU backend. Verbs share scratch memory and one stream, so one thread at a time drives a `Cuda`; a model and its engine have one of their own.
 pub struct Cuda {
     pub(crate) device: Device,
     pub(crate) exact: bool,

@@ -278,6 +278,7 @@ impl Engine {
     /// Ends a request without further events. Its state stays only as a prefix for others.
     pub fn cancel(&mut self, id: RequestId) {
         self.waiting.retain(|sequence| sequence.id != id);
+        self.events.retain(|event| event.id != id);
         if let Some(row) = self.running.iter().position(|sequence| sequence.id == id) {
             self.keep(row);
         }
