@@ -13,8 +13,9 @@ use kvern_state::{Batch, Codec, Demand, Identity, Limits, Pool, Tier};
 use kvern_weights::Checkpoint;
 use subjects::{Set, on, sets};
 
-/// Full attention, windows of two pages and a bit in all layers, both, with capped scores, and recurrent layers.
-const MODELS: [&str; 7] = ["llama", "qwen2", "qwen3", "mistral-window", "qwen2-window", "gemma2", "qwen3_5"];
+/// Full attention, with quantized weights too, windows of two pages and a bit in all layers, both, with capped scores, and recurrent layers.
+const MODELS: [&str; 8] =
+    ["llama", "llama-mlx", "qwen2", "qwen3", "mistral-window", "qwen2-window", "gemma2", "qwen3_5"];
 
 fn fixture(name: &str) -> PathBuf {
     PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("../../tests/fixtures/models").join(name)

@@ -172,7 +172,7 @@ template <int RAW, int DIM> __device__ __forceinline__ void decode(const Attenti
 #pragma unroll
         for (int chunk = 0; chunk < 2; chunk++)
 #pragma unroll
-            for (int i = 0; i < DIM / 32; i++) k[chunk][i] = load_once(at + (chunk * 32 + column_of(warp, g)) * DIM + i * 32 + t * 8);
+            for (int i = 0; i < DIM / 32; i++) k[chunk][i] = load_page(at + (chunk * 32 + column_of(warp, g)) * DIM + i * 32 + t * 8);
     };
     auto held = [&](u32 index) { return index * PAGE < view.sinks || (index + 1) * PAGE > view.start; };
     while (begin < end && !held(begin)) begin++;
@@ -199,7 +199,7 @@ template <int RAW, int DIM> __device__ __forceinline__ void decode(const Attenti
 #pragma unroll
         for (int i = 0; i < TILES; i++)
 #pragma unroll
-            for (int chunk = 0; chunk < 2; chunk++) v[i][chunk] = load_once(at + ((warp * TILES + i) * 8 + g) * PAGE + chunk * 32 + t * 8);
+            for (int chunk = 0; chunk < 2; chunk++) v[i][chunk] = load_page(at + ((warp * TILES + i) * 8 + g) * PAGE + chunk * 32 + t * 8);
         float s[2][4] = {};
 #pragma unroll
         for (int i = 0; i < DIM / 16; i++) {

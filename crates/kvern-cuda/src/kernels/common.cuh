@@ -79,17 +79,25 @@ __device__ __forceinline__ void copy_async(void *to, const void *from) {
 __device__ __forceinline__ void copy_commit() { asm volatile("cp.async.commit_group;"); }
 template <int LEFT> __device__ __forceinline__ void copy_wait() { asm volatile("cp.async.wait_group %0;" ::"n"(LEFT)); }
 
-// Weights are read once in a step: they should not push activations out of the first cache.
+// The first cache may keep what such a load brought in (`.nc`) for as long as the kernel lives, which began before earlier kernels ended: this is for weights,
+// which nobody writes. They are read once in a step, and should not push activations out.
 __device__ __forceinline__ uint4 load_once(const void *from) {
     uint4 x;
     asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w) : "l"(from));
     return x;
 }
 
-// Loads that stay where they are written, ahead of what needs them; the compiler would move them next to it.
+// The same for pages, to which earlier kernels of a step may add.
+__device__ __forceinline__ uint4 load_page(const void *from) {
+    uint4 x;
+    asm volatile("ld.global.L1::no_allocate.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w) : "l"(from) : "memory");
+    return x;
+}
+
+// Loads that stay where they are written, ahead of what needs them; the compiler would move them next to it. Of activations, and of a weight's scales.
 __device__ __forceinline__ uint4 load_ahead(const void *from) {
     uint4 x;
-    asm volatile("ld.global.nc.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w) : "l"(from));
+    asm volatile("ld.global.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w) : "l"(from) : "memory");
     return x;
 }
 __device__ __forceinline__ u32 load_ahead(const u32 *from) {
