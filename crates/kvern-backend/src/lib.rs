@@ -282,7 +282,7 @@ pub trait Backend: Send + Sync + 'static {
         let plan = self.plan(step);
         (plan.tokens.len(), plan.outputs.len())
     }
-    /// Runs the verbs of a step. The list must depend on nothing but the model and [`Self::rows`]: a backend may record what the verbs enqueue and play it
+    /// Runs the verbs of a step. The list must depend on nothing but [`Self::rows`] for as long as no weights or pages are made anew: a backend may record what the verbs enqueue and play it
     /// again for the next step of the same size, in which the verbs check their operands and do nothing else.
     fn run<E: From<Error>>(
         &self,

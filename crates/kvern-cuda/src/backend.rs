@@ -82,6 +82,8 @@ impl Backend for Cuda {
     }
 
     fn linear(&self, weight: WeightTensor, bias: Option<WeightTensor>) -> Result<Linear, BackendError> {
+        // A new model; what is recorded is another one's.
+        lock(&self.state).recorder.clear();
         Linear::pack(&self.device, &weight, bias.as_ref(), self.exact)
     }
 
@@ -109,6 +111,8 @@ impl Backend for Cuda {
     }
 
     fn pages(&self, spec: &StateSpec) -> Result<Pages, BackendError> {
+        // What is recorded names the pages that it was recorded with.
+        lock(&self.state).recorder.clear();
         Pages::new(&self.device, spec)
     }
 
