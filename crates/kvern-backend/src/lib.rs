@@ -183,6 +183,22 @@ pub fn check_append(spec: &StateSpec, slot: Slot, tokens: usize, planes: &[(usiz
     Ok(())
 }
 
+/// Checks that so many bytes are those of columns of a part, as [`Backend::export`] gives and [`Backend::import`] takes them.
+///
+/// # Errors
+/// [`Error::Shape`].
+pub fn check_columns(
+    verb: &'static str,
+    spec: &StateSpec,
+    part: Part,
+    table: &Table,
+    columns: &Range<usize>,
+    bytes: usize,
+) -> Result<(), Error> {
+    let column = spec.classes()[table.class].planes[part.plane].column_bytes();
+    Error::check(verb, "bytes of the columns", column * columns.len(), bytes)
+}
+
 /// A segment's columns of the group that a verb's slot names.
 ///
 /// # Errors

@@ -521,7 +521,7 @@ impl Backend for Reference {
         out: &mut [u8],
     ) -> Result<(), Error> {
         let bytes = pages.class(table).planes[part.plane].column_bytes();
-        Error::check("export", "bytes of the columns", bytes * columns.len(), out.len())?;
+        crate::check_columns("export", &pages.spec, part, table, &columns, out.len())?;
         for (column, out) in columns.zip(out.chunks_exact_mut(bytes)) {
             out.copy_from_slice(pages.get(part, table, column));
         }
@@ -537,7 +537,7 @@ impl Backend for Reference {
         bytes: &[u8],
     ) -> Result<(), Error> {
         let column_bytes = pages.class(table).planes[part.plane].column_bytes();
-        Error::check("import", "bytes of the columns", column_bytes * columns.len(), bytes.len())?;
+        crate::check_columns("import", &pages.spec, part, table, &columns, bytes.len())?;
         for &id in &table.ids {
             if pages.pages[table.class].get(id as usize).is_none_or(Vec::is_empty) {
                 pages.refresh(table.class, id);

@@ -356,8 +356,7 @@ impl Backend for Cpu {
         columns: Range<usize>,
         out: &mut [u8],
     ) -> Result<(), BackendError> {
-        let bytes = pages.spec().classes()[table.class].planes[part.plane].column_bytes();
-        BackendError::check("export", "bytes of the columns", bytes * columns.len(), out.len())?;
+        kvern_backend::check_columns("export", pages.spec(), part, table, &columns, out.len())?;
         pages.export(part, table, columns, out);
         Ok(())
     }
@@ -370,8 +369,7 @@ impl Backend for Cpu {
         columns: Range<usize>,
         bytes: &[u8],
     ) -> Result<(), BackendError> {
-        let column = pages.spec().classes()[table.class].planes[part.plane].column_bytes();
-        BackendError::check("import", "bytes of the columns", column * columns.len(), bytes.len())?;
+        kvern_backend::check_columns("import", pages.spec(), part, table, &columns, bytes.len())?;
         Ok(pages.import(Some(&self.pool), part, table, columns, bytes)?)
     }
 }

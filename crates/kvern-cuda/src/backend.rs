@@ -179,16 +179,9 @@ impl Backend for Cuda {
         unsafe {
             self.launch("resolve", Grid::values(step.tokens), &[&step.pending_at(), &count, &drawn, &step.tokens_at()])
         }?;
-        let packing: u32 = match table.packing {
-            Packing::Half => 0,
-            Packing::Brain => 1,
-            Packing::Codes4 => 2,
-            Packing::Codes8 => 3,
-            Packing::Exact => 4,
-        };
         let arguments: &[&dyn Argument] = &[
             &table.weight(0),
-            &packing,
+            &(table.packing as u32),
             &(table.blocks() as u32),
             &step.tokens_at(),
             &scale,
@@ -521,8 +514,7 @@ impl Backend for Cuda {
         columns: Range<usize>,
         out: &mut [u8],
     ) -> Result<(), BackendError> {
-        let bytes = pages.spec().classes()[table.class].planes[part.plane].column_bytes();
-        BackendError::check("export", "bytes of the columns", bytes * columns.len(), out.len())?;
+        kvern_backend::check_columns("export", pages.spec(), part, table, &columns, out.len())?;
         Ok(pages.export(part, table, columns, out)?)
     }
 
@@ -534,8 +526,7 @@ impl Backend for Cuda {
         columns: Range<usize>,
         bytes: &[u8],
     ) -> Result<(), BackendError> {
-        let column = pages.spec().classes()[table.class].planes[part.plane].column_bytes();
-        BackendError::check("import", "bytes of the columns", column * columns.len(), bytes.len())?;
+        kvern_backend::check_columns("import", pages.spec(), part, table, &columns, bytes.len())?;
         Ok(pages.import(part, table, columns, bytes)?)
     }
 }

@@ -15,7 +15,7 @@ pub(crate) const TILE: usize = 16;
 /// Bytes of weights that are on their way to the device at a time.
 const STAGING: usize = 64 << 20;
 
-/// How a matrix is stored.
+/// How a matrix is stored; the numbers are those of `kernels/linear.cu`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Packing {
     /// `f16`.
@@ -37,7 +37,7 @@ impl Packing {
     }
 
     /// Bytes of 64 inputs of one tile.
-    fn block_bytes(self) -> usize {
+    pub(crate) fn block_bytes(self) -> usize {
         match self {
             Self::Half | Self::Brain => 2048,
             Self::Codes4 => 512,

@@ -2,7 +2,7 @@
 
 use kvern_backend::{Activation, Error as BackendError};
 
-use crate::device::{Argument, Grid, lock};
+use crate::device::{Argument, Grid};
 use crate::gpu::{Cuda, Tensor};
 use crate::linear::{BLOCK, Linear, Packing, Vector, Weights};
 
@@ -63,12 +63,13 @@ impl Cuda {
                 self.exact_product(x, weight, out, add)?;
                 continue;
             }
-            if prepared != Some(packing.brain()) {
-                self.prepare(x, &input, packing.brain())?;
-                prepared = Some(packing.brain());
-            }
+            let rounded = match prepared {
+                Some((brain, rounded)) if brain == packing.brain() => rounded,
+                _ => self.prepare(x, &input, packing.brain())?,
+            };
+            prepared = Some((packing.brain(), rounded));
             let weights: Vec<(&Linear, u64)> = group.iter().map(|&i| (outs[i].0, outs[i].1.address())).collect();
-            self.packed_products(&weights, x.rows, add)?;
+            self.packed_products(&weights, rounded, x.rows, add)?;
         }
         Ok(())
     }
@@ -84,8 +85,8 @@ impl Cuda {
         unsafe { self.launch("exact", grid, arguments) }
     }
 
-    /// Rounds activations to 16 bits, where products find them.
-    fn prepare(&self, x: &Tensor, input: &Input<'_>, brain: bool) -> Result<(), BackendError> {
+    /// Rounds activations to 16 bits; says where they are, and a factor for each row.
+    fn prepare(&self, x: &Tensor, input: &Input<'_>, brain: bool) -> Result<(u64, u64), BackendError> {
         let padded = x.width.next_multiple_of(BLOCK);
         // Whole blocks of rows, so that no kernel reads past the end.
         let rows = x.rows.next_multiple_of(128);
@@ -117,11 +118,18 @@ impl Cuda {
             &scales,
         ];
         // SAFETY: `other` is as wide as the norm or has the rows of `x`; the scratch was reserved for these rows.
-        unsafe { self.launch("prepare", grid, arguments) }
+        unsafe { self.launch("prepare", grid, arguments) }?;
+        Ok((inputs, scales))
     }
 
     /// Products of prepared activations and weights of one packing.
-    fn packed_products(&self, outs: &[(&Linear, u64)], rows: usize, add: bool) -> Result<(), BackendError> {
+    fn packed_products(
+        &self,
+        outs: &[(&Linear, u64)],
+        (inputs, scales): (u64, u64),
+        rows: usize,
+        add: bool,
+    ) -> Result<(), BackendError> {
         let (first, _) = outs[0];
         let names = match first.packing {
             Packing::Half => kernels!("half"),
@@ -140,18 +148,10 @@ impl Cuda {
         for (linear, out) in outs {
             weights.push(linear, *out, tiles);
         }
-        let (inputs, scales) = {
-            let state = lock(&self.state);
-            (state.inputs.0.address(), state.scales.0.address())
-        };
         let blocks = weights.total() / tiles;
         let grid = if tiles == 8 {
             // Four blocks of inputs in flight, of 128 outputs and of 128 rows, and a sum for each of both.
-            let weight = match first.packing {
-                Packing::Codes4 => 4096,
-                Packing::Codes8 => 8192,
-                _ => 16384,
-            };
+            let weight = 8 * first.packing.block_bytes() as u32;
             Grid { shared: 4 * (weight + 16384) + 65536, ..Grid::new(((rows as u32).div_ceil(128), blocks), 256) }
         } else {
             Grid::new(blocks, 256)
