@@ -171,6 +171,34 @@ fn a_row_has_the_same_bits_alone_and_among_512_on_any_number_of_threads() {
     }
 }
 
+/// More tiles than a device works on at a time, and sums longer than what it fetches at a time.
+#[test]
+fn large_matrices_agree_with_the_reference_and_keep_the_bits_of_rows() {
+    use BlockFormat::*;
+    let encodings = [Encoding::Raw(Raw::Bf16), Encoding::Block(Q4_0), Encoding::Block(Q8_0), Encoding::Block(Q6K)];
+    for (outputs, inputs) in [(9001, 256), (33, 9216)] {
+        for encoding in &encodings {
+            let x = values(21, 70 * inputs);
+            let make = || weight(encoding, outputs, inputs, 6);
+            let want = product(&Reference::new(), make(), None, &x[..2 * inputs], false);
+            for set in sets() {
+                let run = |first: usize, rows: usize| {
+                    let x = &x[first * inputs..(first + rows) * inputs];
+                    on!(set, 2, false, |backend| product(backend, make(), None, x, false))
+                };
+                let whole = run(0, 70);
+                let error = distance(&whole[..2 * outputs], &want, &make(), &x);
+                // The largest of a hundred times as many errors as above.
+                assert!(error < 2.0 * bound(set, encoding), "{encoding} {outputs}x{inputs}, {}: {error}", set.name());
+                for (first, rows) in [(0, 1), (7, 0), (69, 1), (5, 8), (9, 9), (3, 40)] {
+                    let same = run(first, rows) == whole[first * outputs..(first + rows) * outputs];
+                    assert!(same, "{encoding} {outputs}x{inputs}, {}: {rows} rows from {first}", set.name());
+                }
+            }
+        }
+    }
+}
+
 #[test]
 fn packing_loses_nothing() {
     for encoding in formats() {

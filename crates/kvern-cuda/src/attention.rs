@@ -62,10 +62,12 @@ impl Cuda {
             let grid = Grid::new((strides, kv_heads, singles), 128);
             // SAFETY: the shapes were checked, and the scratch has a part for each stride of each row.
             unsafe { self.launch(decode, grid, &[attend, &parts, &strides]) }?;
-            let merge = if dim == 64 { "attend_merge_64" } else { "attend_merge_128" };
-            let grid = Grid::new((attend.heads, singles), dim as u32);
-            // SAFETY: as above.
-            unsafe { self.launch(merge, grid, &[attend, &parts, &strides]) }?;
+            if strides > 1 {
+                let merge = if dim == 64 { "attend_merge_64" } else { "attend_merge_128" };
+                let grid = Grid::new((attend.heads, singles), dim as u32);
+                // SAFETY: as above.
+                unsafe { self.launch(merge, grid, &[attend, &parts, &strides]) }?;
+            }
         }
         if step.window > 0 {
             let rows = step.window as u32 * (attend.heads / kv_heads);

@@ -40,9 +40,10 @@ pub(crate) struct State {
     pub(crate) mode: Mode,
     pub(crate) recorder: Recorder,
     pub(crate) uploads: Uploads,
-    /// Activations of a product, in 16 bits, and a factor for each row.
+    /// Activations of a product, in 16 bits, a factor for each row, and the sums of its units.
     pub(crate) inputs: Scratch,
     pub(crate) scales: Scratch,
+    pub(crate) sums: Scratch,
     /// Partial results of attention.
     pub(crate) parts: Scratch,
     /// Tokens drawn by the last step that drew.
@@ -113,6 +114,7 @@ impl Cuda {
             uploads: Uploads::new(&device)?,
             inputs: scratch()?,
             scales: scratch()?,
+            sums: scratch()?,
             parts: scratch()?,
             drawn: device.allocate(OUTPUTS * 4)?,
             results: VecDeque::new(),

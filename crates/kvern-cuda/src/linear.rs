@@ -4,7 +4,7 @@ use std::thread;
 
 use kvern_backend::Error as BackendError;
 use kvern_base::Raw;
-use kvern_weights::{Encoding, Tensor};
+use kvern_weights::{Affine, Encoding, Tensor};
 
 use crate::device::{Argument, Device, Error, Grid, Memory, Pinned};
 
@@ -30,10 +30,15 @@ pub(crate) enum Packing {
     Exact,
 }
 
+/// Of blocks of inputs, those of a segment, the unit of every sum: an eighth, whatever the number of rows.
+pub(crate) fn segment(blocks: usize) -> usize {
+    blocks.div_ceil(8)
+}
+
 impl Packing {
-    /// Whether activations are rounded to bf16, and not to f16.
-    pub(crate) fn brain(self) -> bool {
-        self == Self::Brain
+    /// Whether weights are codes with scales and biases.
+    pub(crate) fn coded(self) -> bool {
+        matches!(self, Self::Codes4 | Self::Codes8)
     }
 
     /// Bytes of 64 inputs of one tile.
@@ -56,7 +61,6 @@ pub struct Linear {
     scales: Option<Memory>,
     bias: Option<Memory>,
     shift: u32,
-    zero: u32,
 }
 
 /// `Weight` of `kernels/linear.cu`.
@@ -70,7 +74,7 @@ pub(crate) struct Weight {
     outputs: u32,
     width: u32,
     shift: u32,
-    zero: u32,
+    pad: u32,
 }
 
 /// `Weights` of `kernels/linear.cu`.
@@ -109,9 +113,9 @@ impl Linear {
         self.inputs.div_ceil(BLOCK)
     }
 
-    /// Blocks of a segment, the unit of every sum: an eighth of the inputs, whatever the number of rows.
-    pub(crate) fn segment(&self) -> usize {
-        self.blocks().div_ceil(8)
+    /// Inputs that share a scale within a block.
+    pub(crate) fn unit(&self) -> usize {
+        (1 << self.shift).min(BLOCK)
     }
 
     pub(crate) fn weight(&self, out: u64) -> Weight {
@@ -123,7 +127,7 @@ impl Linear {
             outputs: self.outputs as u32,
             width: self.outputs as u32,
             shift: self.shift,
-            zero: self.zero,
+            pad: 0,
         }
     }
 
@@ -171,15 +175,13 @@ impl Linear {
             _ => tiles * blocks * packing.block_bytes(),
         };
         let codes = device.allocate(bytes)?;
-        let mut linear = Self { packing, outputs, inputs, codes, scales: None, bias, shift: 31, zero: 0 };
+        let mut linear = Self { packing, outputs, inputs, codes, scales: None, bias, shift: 6 };
         match affine {
             Some(affine) if !exact => {
                 // Groups are powers of two in every format.
                 linear.shift = affine.group.ilog2();
-                // 1024 + zero in f16, twice.
-                linear.zero = (0x6400 + affine.zero as u32) * 0x1_0001;
                 linear.scales = Some(device.allocate(tiles * blocks * BLOCK / affine.group * TILE * 4)?);
-                linear.fill_codes(device, weight, affine.group)?;
+                linear.fill_codes(device, weight, affine)?;
             }
             _ => linear.fill_raw(device, weight)?,
         }
@@ -225,7 +227,8 @@ impl Linear {
         Ok(())
     }
 
-    fn fill_codes(&self, device: &Device, weight: &Tensor, group: usize) -> Result<(), BackendError> {
+    fn fill_codes(&self, device: &Device, weight: &Tensor, affine: Affine) -> Result<(), BackendError> {
+        let (group, zero) = (affine.group, affine.zero as f32);
         let groups = self.inputs / group;
         let row_bytes = self.inputs + groups * 8;
         let rows = self.rows_at_once(row_bytes);
@@ -260,7 +263,7 @@ impl Linear {
             let padded = self.blocks() * BLOCK / group;
             let to = self.scales.as_ref().map_or(0, Memory::address) + (first_tile * padded * TILE * 4) as u64;
             let grid = Grid::new(((padded * TILE).div_ceil(256) as u32, tiles), 256);
-            let arguments: &[&dyn Argument] = &[&scales, &biases, &outputs, &(groups as u32), &(padded as u32), &to];
+            let arguments: &[&dyn Argument] = &[&scales, &biases, &zero, &outputs, &(groups as u32), &(padded as u32), &to];
             // SAFETY: as above, with scales and biases behind the codes.
             unsafe { device.launch("pack_scales", grid, arguments) }?;
             device.wait()?;

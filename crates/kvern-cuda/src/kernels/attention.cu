@@ -18,6 +18,25 @@ struct Attention {
 
 __device__ __forceinline__ float capped(float score, float softcap) { return softcap > 0.0f ? softcap * tanhf(score / softcap) : score; }
 
+// Merges a partial result into a total: both are (max, mass, out) with the factor for what was, and for what comes.
+__device__ __forceinline__ void merging(float total, float part, float &max, float &old, float &add) {
+    max = fmaxf(total, part);
+    old = exp2_fast(total - max);
+    add = exp2_fast(part - max);
+}
+__device__ __forceinline__ float merged(float total, float old, float part, float add) { return fmaf(total, old, __fmul_rn(part, add)); }
+
+// What outputs are multiplied with after the last column: a head's sink adds to its mass, and to nothing else.
+__device__ __forceinline__ float divided(const Attention &a, u32 head, float max, float mass) {
+    float factor = 1.0f;
+    if (a.sinks) {
+        float sink = a.sinks[head] * LOG2E, now = fmaxf(max, sink);
+        factor = exp2_fast(max - now);
+        mass = merged(mass, factor, exp2_fast(sink - now), 1.0f);
+    }
+    return mass > 0.0f ? factor / mass : 0.0f;
+}
+
 // Any codec, dimension and kind, one query and head for each block: the definition, in f32. Columns of a page lie at any distance from each other, and
 // those of `latent` groups are keys and values at once.
 extern "C" __global__ void __launch_bounds__(128) attend_any(Attention a) {
@@ -36,12 +55,13 @@ extern "C" __global__ void __launch_bounds__(128) attend_any(Attention a) {
     __syncthreads();
     float total[8] = {}, sum[8] = {}, max_total = NOTHING, max_part = NOTHING, mass_total = 0.0f, mass_part = 0.0f;
     auto merge = [&]() {
-        float max = fmaxf(max_total, max_part), old = exp2_fast(max_total - max), add = exp2_fast(max_part - max);
+        float max, old, add;
+        merging(max_total, max_part, max, old, add);
         for (int i = 0; i < 8; i++) {
-            total[i] = fmaf(total[i], old, __fmul_rn(sum[i], add));
+            total[i] = merged(total[i], old, sum[i], add);
             sum[i] = 0.0f;
         }
-        mass_total = fmaf(mass_total, old, __fmul_rn(mass_part, add));
+        mass_total = merged(mass_total, old, mass_part, add);
         max_total = max, max_part = NOTHING, mass_part = 0.0f;
     };
     u32 first = (view.sinks > 0 ? 0 : view.start) / pages.columns, last_stride = first * pages.columns / STRIDE;
@@ -90,15 +110,10 @@ extern "C" __global__ void __launch_bounds__(128) attend_any(Attention a) {
         __syncthreads();
     }
     merge();
-    float factor = 1.0f;
-    if (a.sinks) {
-        float sink = a.sinks[head] * LOG2E, max = fmaxf(max_total, sink);
-        factor = exp2_fast(max_total - max);
-        mass_total = mass_total * factor + exp2_fast(sink - max);
-    }
+    float factor = view.end > 0 ? divided(a, head, max_total, mass_total) : 0.0f;
     for (int j = 0; j < 8; j++) {
         u32 i = tid + j * 128;
-        if (i < a.value_dim) a.out[((size_t)token * a.heads + head) * a.value_dim + i] = view.end > 0 && mass_total > 0.0f ? total[j] * factor / mass_total : 0.0f;
+        if (i < a.value_dim) a.out[((size_t)token * a.heads + head) * a.value_dim + i] = total[j] * factor;
     }
 }
 
@@ -133,16 +148,8 @@ __device__ __forceinline__ float scaled(float score, Scale how) {
 }
 __device__ __forceinline__ bool seen(u32 column, Visible view) { return (column >= view.start && column < view.end) || column < view.sinks; }
 
-// Merges a partial result into a total: both are (max, mass, out) with the factor for what was, and for what comes.
-__device__ __forceinline__ void merging(float total, float part, float &max, float &old, float &add) {
-    max = fmaxf(total, part);
-    old = exp2_fast(total - max);
-    add = exp2_fast(part - max);
-}
-__device__ __forceinline__ float merged(float total, float old, float part, float add) { return fmaf(total, old, __fmul_rn(part, add)); }
-
 // Decode: a block has one token, one key/value head and one stride; its four warps share the columns of a page for scores, and the dimensions for outputs.
-// Partial results go to `parts`: [single][head][stride][DIM + 2].
+// Partial results go to `parts`: [single][head][stride][DIM + 2]; a stride that is the only one is the result.
 template <int RAW, int DIM> __device__ __forceinline__ void decode(const Attention &a, float *parts, u32 strides) {
     __shared__ __align__(16) u16 weights[2][16][PAGE + 8];
     __shared__ float maxima[2][4][16];
@@ -155,7 +162,7 @@ template <int RAW, int DIM> __device__ __forceinline__ void decode(const Attenti
     Span span = a.plan.spans[owner];
     Visible view = visible(a.plan, segment, span, token);
     u32 from = stride * STRIDE, to = min(from + STRIDE, view.end);
-    if (from >= view.end || (from >= view.sinks && from + STRIDE <= view.start)) return wait_for_earlier_kernels();
+    if (strides > 1 && (from >= view.end || (from >= view.sinks && from + STRIDE <= view.start))) return wait_for_earlier_kernels();
     Pages pages = a.classes[span.cls];
     Plane keys = a.planes[span.cls * 2], values = a.planes[span.cls * 2 + 1];
     u32 warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4, share = a.heads / a.kv_heads;
@@ -265,10 +272,14 @@ template <int RAW, int DIM> __device__ __forceinline__ void decode(const Attenti
 #pragma unroll
     for (int row = 0; row < 2; row++) {
         if (g + 8 * row >= share) continue;
-        float *part = parts + (((size_t)blockIdx.z * a.heads + kv * share + g + 8 * row) * strides + stride) * (DIM + 2);
+        u32 head = kv * share + g + 8 * row;
+        // As merged into nothing: no zero stays negative.
+        bool only = strides == 1;
+        float factor = only ? divided(a, head, top[row], mass[2 * row]) : 1.0f;
+        float *to = only ? a.out + ((size_t)token * a.heads + head) * DIM : parts + (((size_t)blockIdx.z * a.heads + head) * strides + stride) * (DIM + 2);
 #pragma unroll
-        for (int tile = 0; tile < TILES; tile++) *(float2 *)(part + (warp * TILES + tile) * 8 + 2 * t) = make_float2(out[tile][2 * row], out[tile][2 * row + 1]);
-        if (warp == 0 && t == 0) part[DIM] = top[row], part[DIM + 1] = mass[2 * row];
+        for (int tile = 0; tile < TILES; tile++) *(float2 *)(to + (warp * TILES + tile) * 8 + 2 * t) = make_float2((out[tile][2 * row] + 0.0f) * factor, (out[tile][2 * row + 1] + 0.0f) * factor);
+        if (!only && warp == 0 && t == 0) to[DIM] = top[row], to[DIM + 1] = mass[2 * row];
     }
 }
 
@@ -276,7 +287,7 @@ template <int RAW, int DIM> __device__ __forceinline__ void decode(const Attenti
 // there is a part of no mass, which changes no bit.
 template <int DIM> __device__ __forceinline__ void merge(const Attention &a, const float *parts, u32 strides) {
     const int BATCH = 64;
-    __shared__ float maxima[BATCH], masses[BATCH];
+    __shared__ float olds[BATCH], adds[BATCH], masses[BATCH], last;
     u32 token = a.plan.singles[blockIdx.y], head = blockIdx.x, i = threadIdx.x;
     if (token == NONE) return wait_for_earlier_kernels();
     u32 owner = a.plan.owners[token];
@@ -291,29 +302,36 @@ template <int DIM> __device__ __forceinline__ void merge(const Attention &a, con
         float values[BATCH];
 #pragma unroll
         for (int j = 0; j < BATCH; j++) values[j] = held(first + j) ? part[(size_t)(first + j) * (DIM + 2) + i] : 0.0f;
-        if (i < BATCH) {
-            const float *from = part + (size_t)(first + i) * (DIM + 2) + DIM;
-            bool is = held(first + i);
-            maxima[i] = is ? from[0] : NOTHING, masses[i] = is ? from[1] : 0.0f;
+        // The factors of each merge follow from the largest score up to it, which a warp finds for 32 strides at once.
+        if (i < 32) {
+#pragma unroll
+            for (int j = i; j < BATCH; j += 32) {
+                const float *from = part + (size_t)(first + j) * (DIM + 2) + DIM;
+                bool is = held(first + j);
+                float largest = is ? from[0] : NOTHING, now = largest, before, old, add;
+                masses[j] = is ? from[1] : 0.0f;
+#pragma unroll
+                for (int step = 1; step < 32; step *= 2) {
+                    float other = __shfl_up_sync(0xffffffff, now, step);
+                    if (i >= step) now = fmaxf(now, other);
+                }
+                now = fmaxf(now, max);
+                before = __shfl_up_sync(0xffffffff, now, 1);
+                merging(i == 0 ? max : before, largest, now, old, add);
+                olds[j] = old, adds[j] = add;
+                max = __shfl_sync(0xffffffff, now, 31);
+            }
+            last = max;
         }
         __syncthreads();
 #pragma unroll
         for (int j = 0; j < BATCH; j++) {
-            float old, add, now;
-            merging(max, maxima[j], now, old, add);
-            total = merged(total, old, values[j], add);
-            mass = merged(mass, old, masses[j], add);
-            max = now;
+            total = merged(total, olds[j], values[j], adds[j]);
+            mass = merged(mass, olds[j], masses[j], adds[j]);
         }
         __syncthreads();
     }
-    float factor = 1.0f;
-    if (a.sinks) {
-        float sink = a.sinks[head] * LOG2E, now = fmaxf(max, sink);
-        factor = exp2_fast(max - now);
-        mass = merged(mass, factor, exp2_fast(sink - now), 1.0f);
-    }
-    a.out[((size_t)token * a.heads + head) * DIM + i] = mass > 0.0f ? total * factor / mass : 0.0f;
+    a.out[((size_t)token * a.heads + head) * DIM + i] = total * divided(a, head, end > 0 ? last : NOTHING, mass);
 }
 
 // Windows of tokens: a block has WARPS * 16 queries of one segment and key/value head, a warp 16 of them; pages pass through shared memory, the next one
@@ -474,19 +492,11 @@ template <int RAW, int DIM, int WARPS> __device__ __forceinline__ void window(co
     merge_stride();
 #pragma unroll
     for (int row = 0; row < 2; row++) {
-        float sum = total_mass[row], factor = 1.0f;
-        if (a.sinks) {
-            u32 at = first + warp * 16 + g + 8 * row;
-            float sink = a.sinks[kv * share + at % share] * LOG2E, now = fmaxf(total_max[row], sink);
-            factor = exp2_fast(total_max[row] - now);
-            sum = merged(sum, factor, exp2_fast(sink - now), 1.0f);
-        }
         if (!outs[row]) continue;
+        float factor = divided(a, kv * share + (first + warp * 16 + g + 8 * row) % share, total_max[row], total_mass[row]);
 #pragma unroll
-        for (int tile = 0; tile < TILES; tile++) {
-            float x = total[tile * 128 + 2 * row], y = total[tile * 128 + 2 * row + 1];
-            *(float2 *)(outs[row] + tile * 8 + 2 * t) = sum > 0.0f ? make_float2(x * factor / sum, y * factor / sum) : make_float2(0, 0);
-        }
+        for (int tile = 0; tile < TILES; tile++)
+            *(float2 *)(outs[row] + tile * 8 + 2 * t) = make_float2(total[tile * 128 + 2 * row] * factor, total[tile * 128 + 2 * row + 1] * factor);
     }
 }
 

@@ -1,11 +1,13 @@
 // Products of activations and packed weights: out[row, o] = sum over k of x[row, k] * w[o, k].
 //
 // Weights are packed for the matrix instruction as its first operand, 16 outputs by 64 inputs at a time, so that a lane loads what it needs with whole
-// 16-byte reads and no shuffles. Activations are its second operand. Within 32 inputs, lane t of a quad owns the inputs 8 t .. 8 t + 8: an order of
-// inputs inside the instruction that both operands share.
+// 16-byte reads and no shuffles. Activations are its second operand, prepared in the order of inputs that one instruction takes from one lane.
 //
 // The sum over inputs is cut into segments of equal length that follow from the weight's shape alone. The instruction adds up a segment; segments are added
 // in ascending order. A kernel for few rows gives each warp a segment, one for many rows walks them in turn: the bits are the same.
+//
+// Codes are multiplied as they are: four bits or a byte at the end of 16 are, read as f16, the code times 2^-24, which the instruction takes exactly. It adds
+// up a unit of inputs that share a scale; the unit's sum times the scale, and the sum of its activations times the bias, go to the segment's sum in f32.
 //
 // Activations are rounded to 16 bits: to bf16 where weights are, and else to f16 after each row was divided by a power of two that brings its largest value
 // just below 2^15. No row overflows, and 11 bits of each large value are kept.
@@ -14,15 +16,14 @@
 
 enum Packing { HALF = 0, BRAIN = 1, CODES4 = 2, CODES8 = 3 };
 
-// One weight matrix of a launch.
+// One weight matrix of a launch: w = scale * code + bias.
 struct Weight {
     const u8 *codes;   // [tile of 16 outputs][64 inputs][lane]: 64, 16 or 32 bytes a lane.
     const u32 *scales; // [tile][group of inputs][16 outputs]: scale and bias in f16.
     const float *bias;
     float *out;
     u32 outputs, width; // Of the tensor that `out` is.
-    u32 shift;          // log2 of the inputs of a group; 31 without groups.
-    u32 zero;           // 1024 + the code of nothing, as f16, twice.
+    u32 shift;          // log2 of the inputs of a group.
 };
 struct Weights {
     Weight of[4];
@@ -30,71 +31,60 @@ struct Weights {
     u32 count;
 };
 
+// Prepared activations, and how they are multiplied.
+struct Inputs {
+    const u16 *x;        // [row][64 * blocks]
+    const float *scales; // Of each row.
+    const float *sums;   // [unit][stride]: of a row's inputs, for codes.
+    u32 rows, stride;
+    u32 blocks, length; // Blocks of 64 inputs, in all and of a segment.
+    u32 unit;           // log2 of the inputs that share a scale, at most 6.
+    u32 add;
+};
+
 template <int PACKING> struct Pack {
+    static const bool CODED = PACKING == CODES4 || PACKING == CODES8;
     static const int RAW = PACKING == BRAIN ? BF16 : F16;
-    static const int BYTES = PACKING == CODES4 ? 16 : PACKING == CODES8 ? 32 : 64; // A lane's, of 64 inputs.
+    static const int PIECES = PACKING == CODES4 ? 1 : PACKING == CODES8 ? 2 : 4; // Of 16 bytes: a lane's share of 64 inputs.
 };
 
-// (x - zero) * scale + bias of two codes, rounded once. A code is the mantissa of 1024 + code; or, four bits higher, of 1024 + 16 code, which is divided first:
-// both differences are exact.
-__device__ __forceinline__ u32 decode2(u32 x, u32 zero, u32 scale, u32 bias) {
-    u32 y;
-    asm("{ .reg .b32 d; sub.rn.f16x2 d, %1, %2; fma.rn.f16x2 %0, d, %3, %4; }" : "=r"(y) : "r"(x), "r"(zero), "r"(scale), "r"(bias));
-    return y;
-}
-__device__ __forceinline__ u32 decode2_high(u32 x, u32 zero, u32 scale, u32 bias) {
-    u32 y, sixteenth = 0x2c002c00;
-    asm("{ .reg .b32 d; fma.rn.f16x2 d, %1, %2, %3; fma.rn.f16x2 %0, d, %4, %5; }" : "=r"(y) : "r"(x), "r"(sixteenth), "r"(zero), "r"(scale), "r"(bias));
-    return y;
-}
-
-// The code of nothing, as each of the two takes it: 1024 + zero, and -(64 + zero).
-struct Zero {
-    u32 low, high;
-};
-__device__ __forceinline__ Zero zeros(u32 zero) {
-    u32 high, from = 0x63806380; // 960, twice.
-    asm("sub.rn.f16x2 %0, %1, %2;" : "=r"(high) : "r"(from), "r"(zero));
-    return {zero, high};
-}
-
-// The scales and biases of a lane's two outputs for its 8 of 32 inputs from `k` on. `scales` points at the tile's first group.
-__device__ __forceinline__ uint2 scales_of(const Weight &weight, const u32 *scales, u32 k, u32 lane) {
-    const u32 *from = scales + ((k + lane % 4 * 8) >> weight.shift) * 16 + lane / 4;
-    return make_uint2(load_ahead(from), load_ahead(from + 8));
-}
-
-// The two instruction operands of 32 inputs, of the 64 whose packed pieces lie `apart` pieces from each other.
-template <int PACKING>
-__device__ __forceinline__ void unpack(const uint4 *packed, u32 apart, int chunk, Zero zero, uint2 scales, u32 (&a)[2][4]) {
-    if (PACKING == HALF || PACKING == BRAIN) {
-#pragma unroll
-        for (int half = 0; half < 2; half++) {
-            uint4 piece = packed[(chunk * 2 + half) * apart];
-            a[half][0] = piece.x, a[half][1] = piece.y, a[half][2] = piece.z, a[half][3] = piece.w;
-        }
-        return;
-    }
-    uint4 piece = packed[PACKING == CODES4 ? 0 : chunk * apart];
-    u32 scale[2] = {__byte_perm(scales.x, 0, 0x1010), __byte_perm(scales.y, 0, 0x1010)};
-    u32 bias[2] = {__byte_perm(scales.x, 0, 0x3232), __byte_perm(scales.y, 0, 0x3232)};
+// The operands of two instructions, 16 inputs each, from a lane's packed pieces, which lie `apart` pieces from each other. Of four bits, those of the upper
+// eight outputs are 2^-20 times the code.
+template <int PACKING> __device__ __forceinline__ void unpack(const uint4 *packed, u32 apart, int chunk, u32 (&a)[2][4]) {
+    uint4 piece = packed[PACKING == CODES4 ? 0 : PACKING == CODES8 ? chunk * apart : chunk * 2 * apart];
 #pragma unroll
     for (int half = 0; half < 2; half++) {
         u32(&out)[4] = a[half];
         if (PACKING == CODES4) {
             u32 word = chunk == 0 ? (half == 0 ? piece.x : piece.y) : (half == 0 ? piece.z : piece.w), next = word >> 8;
-            out[0] = (word & 0x000f000f) | 0x64006400, out[1] = (word & 0x00f000f0) | 0x64006400;
-            out[2] = (next & 0x000f000f) | 0x64006400, out[3] = (next & 0x00f000f0) | 0x64006400;
-        } else {
+            out[0] = word & 0x000f000f, out[1] = word & 0x00f000f0, out[2] = next & 0x000f000f, out[3] = next & 0x00f000f0;
+        } else if (PACKING == CODES8) {
             u32 low = half == 0 ? piece.x : piece.z, high = half == 0 ? piece.y : piece.w;
-            out[0] = __byte_perm(low, 0x64646464, 0x4140), out[1] = __byte_perm(low, 0x64646464, 0x4342);
-            out[2] = __byte_perm(high, 0x64646464, 0x4140), out[3] = __byte_perm(high, 0x64646464, 0x4342);
+            out[0] = __byte_perm(low, 0, 0x4140), out[1] = __byte_perm(low, 0, 0x4342);
+            out[2] = __byte_perm(high, 0, 0x4140), out[3] = __byte_perm(high, 0, 0x4342);
+        } else {
+            uint4 x = half == 0 ? piece : packed[(chunk * 2 + 1) * apart];
+            out[0] = x.x, out[1] = x.y, out[2] = x.z, out[3] = x.w;
         }
-#pragma unroll
-        for (int r = 0; r < 4; r++)
-            out[r] = PACKING == CODES4 && r % 2 == 1 ? decode2_high(out[r], zero.high, scale[1], bias[1]) : decode2(out[r], zero.low, scale[r % 2], bias[r % 2]);
     }
 }
+
+// Adds a unit's products of two outputs, whose scales and biases are given, and two rows, the sums of whose inputs are. Sums are in 2^-24.
+template <int PACKING> __device__ __forceinline__ void fold(float (&sum)[4], const float (&products)[4], uint2 scales, float2 inputs) {
+    float low = widen_f16((u16)scales.x), high = widen_f16((u16)scales.y) * (PACKING == CODES4 ? 0.0625f : 1.0f);
+    float low_bias = widen_f16((u16)(scales.x >> 16)), high_bias = widen_f16((u16)(scales.y >> 16));
+    sum[0] = fmaf(low, products[0], fmaf(low_bias, inputs.x, sum[0]));
+    sum[1] = fmaf(low, products[1], fmaf(low_bias, inputs.y, sum[1]));
+    sum[2] = fmaf(high, products[2], fmaf(high_bias, inputs.x, sum[2]));
+    sum[3] = fmaf(high, products[3], fmaf(high_bias, inputs.y, sum[3]));
+}
+
+// Whether a unit ends with instruction `part` of the four of a block, and which of the block's it is.
+__device__ __forceinline__ bool ends(u32 unit, int part) { return part == 3 || ((part + 1) * 16 & ((1 << unit) - 1)) == 0; }
+__device__ __forceinline__ u32 unit_of(u32 unit, int part) { return part * 16 >> unit; }
+
+// The first of a tile's groups that a block has.
+__device__ __forceinline__ u32 group_of(const Weight &weight, u32 block) { return block * 64 >> weight.shift; }
 
 __device__ __forceinline__ const Weight &weight_of(const Weights &weights, u32 &tile) {
     u32 index = 0;
@@ -103,11 +93,14 @@ __device__ __forceinline__ const Weight &weight_of(const Weights &weights, u32 &
     return weights.of[index];
 }
 
+// A finished sum. A row's scale is a power of two, so that it does not matter whether the compiler rounds between its product and what is added.
+__device__ __forceinline__ float finished(const Weight &weight, u32 output, float sum, float scale) {
+    float y = sum * scale;
+    return weight.bias ? y + weight.bias[output] : y;
+}
 __device__ __forceinline__ void finish(const Weight &weight, u32 row, u32 output, float sum, float scale, bool add) {
     if (output >= weight.outputs) return;
-    float *out = weight.out + (size_t)row * weight.width + output;
-    float y = sum * scale;
-    if (weight.bias) y += weight.bias[output];
+    float *out = weight.out + (size_t)row * weight.width + output, y = finished(weight, output, sum, scale);
     *out = add ? *out + y : y;
 }
 
@@ -116,66 +109,209 @@ template <int N> struct Int {
     static const int VALUE = N;
 };
 
-// Up to 8 * NT rows: a block has 16 * MT outputs, a warp one segment of their inputs. `x` is [rows, inputs] in 16 bits, rows and inputs padded; inputs are
-// counted in blocks of 64.
-template <int PACKING, int MT, int NT>
-__device__ __forceinline__ void narrow(const Weights &weights, const u16 *x, const float *row_scales, u32 rows, u32 blocks, u32 length, bool add) {
-    const bool CODED = PACKING == CODES4 || PACKING == CODES8;
-    const int PIECES = Pack<PACKING>::BYTES / 16, STAGE = MT * NT > 2 ? 1 : 2;
+// Up to 8 rows whose activations fit into shared memory: blocks stay, and take one tile of 16 outputs after the other, a warp one segment of its inputs. Each
+// warp has a ring of weights that it fills for itself, across tiles, so that memory always has requests; the first ones are made before earlier kernels end.
+//
+// Shared memory: [warp][DEPTH] stages of codes [block][lane] and their scales; activations [32 inputs][row][32]; sums of units [unit][row]; two turns of sums
+// of segments [segment][row][16 outputs].
+template <int PACKING, int UNIT> __device__ __forceinline__ void few(const Weights &weights, const Inputs &in) {
+    const bool CODED = Pack<PACKING>::CODED;
+    // Blocks of inputs that are fetched and multiplied together.
+    const int TOGETHER = 4 / Pack<PACKING>::PIECES, DEPTH = CODED ? 2 : 4;
+    const int PIECES = Pack<PACKING>::PIECES, BLOCK = PIECES * 512, UNITS = CODED ? 64 >> UNIT : 0, STAGE = TOGETHER * (BLOCK + UNITS * 64);
+    extern __shared__ __align__(128) u8 shared[];
+    u32 warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+    u32 rows = in.rows, blocks = in.blocks, begin = min(warp * in.length, blocks), count = min(in.length, blocks - begin), tiles = weights.tiles[weights.count - 1];
+    u8 *ring = shared + warp * DEPTH * STAGE + lane * 16, *inputs = shared + SEGMENTS * DEPTH * STAGE;
+    float *sums_of_units = (float *)(inputs + rows * blocks * 128), *partial = sums_of_units + rows * blocks * UNITS;
+    // The tile that is fetched from, what is left of this warp's share of it, and where; nothing is left after the last tile.
+    u32 ahead = blockIdx.x, left = 0, shift = 0, into = 0, scale_block = 0;
+    const u8 *codes = 0, *scales = 0;
+    auto next_tile = [&]() {
+        if (ahead >= tiles) return;
+        u32 tile = ahead;
+        ahead += gridDim.x;
+        const Weight &weight = weight_of(weights, tile);
+        left = count, shift = weight.shift;
+        codes = weight.codes + ((size_t)tile * blocks + begin) * BLOCK + lane * 16;
+        if (!CODED) return;
+        scales = (const u8 *)weight.scales + (size_t)tile * group_of(weight, blocks) * 64 + lane % (UNITS * 4) * 16;
+        scale_block = begin + lane / (UNITS * 4);
+    };
+    auto fetch = [&]() {
+        if (left > 0) {
+            u8 *to = ring + into;
+            u32 number = min(left, TOGETHER);
+#pragma unroll
+            for (int i = 0; i < TOGETHER * PIECES; i++)
+                if (i / PIECES < number) copy_async(to + i * 512, codes + i * 512);
+#pragma unroll
+            for (int i = 0; i < (TOGETHER * UNITS + 7) / 8; i++)
+                if (lane + i * 32 < number * UNITS * 4) copy_async(to + TOGETHER * BLOCK + i * 512, scales + ((scale_block + i * 8 / UNITS) * 64 >> shift) * 64);
+            codes += TOGETHER * BLOCK, scale_block += TOGETHER;
+            into = into == (DEPTH - 1) * STAGE ? 0 : into + STAGE;
+            left -= number;
+            if (left == 0) next_tile();
+        }
+        copy_commit();
+    };
+    if (count > 0) next_tile();
+#pragma unroll 1
+    for (int i = 0; i < DEPTH; i++) fetch();
+    wait_for_earlier_kernels();
+    for (u32 i = threadIdx.x; i < rows * blocks * 8; i += 256) {
+        u32 row = i / (blocks * 8), piece = i % (blocks * 8);
+        *(uint4 *)(inputs + ((piece / 4 * rows + row) * 4 + piece % 4) * 16) = load_ahead(in.x + (size_t)i * 8);
+    }
+    for (u32 i = threadIdx.x; i < rows * blocks * UNITS; i += 256) sums_of_units[i] = in.sums[i / rows * in.stride + i % rows];
+    __syncthreads();
+    // Columns of the instruction beyond the last row repeat it.
+    const u8 *own = inputs + (begin * 2 * rows + min(g, rows - 1)) * 64 + t * 16;
+    const float *own_sums = sums_of_units + begin * UNITS * rows + min(2 * t, rows - 1);
+    u32 pair = 2 * t + 1 < rows, slot = 0, turn = 0;
+    for (u32 index = blockIdx.x; index < tiles; index += gridDim.x, turn ^= 1) {
+        u32 tile = index;
+        const Weight &weight = weight_of(weights, tile);
+        // The sum that this thread finishes, and what it is added to.
+        u32 row = threadIdx.x / 16, output = tile * 16 + threadIdx.x % 16;
+        bool finishes = row < rows && output < weight.outputs;
+        float *out = weight.out + (size_t)row * weight.width + output, before = finishes && in.add ? *out : 0.0f;
+        float sums[4] = {};
+        const u8 *at = own;
+        const float *unit_sums = own_sums;
+        auto multiply = [&](auto number, u32 first) {
+            const int BLOCKS = number.VALUE;
+            const u8 *from = ring + slot + first * BLOCK;
+            const u32 *scale = (const u32 *)(ring + slot + TOGETHER * BLOCK - lane * 16 + g * 4) + first * UNITS * 16;
+            uint4 packed[BLOCKS][PIECES], y[BLOCKS][2];
+#pragma unroll
+            for (int i = 0; i < BLOCKS * PIECES; i++) packed[i / PIECES][i % PIECES] = *(const uint4 *)(from + i * 512);
+#pragma unroll
+            for (int i = 0; i < BLOCKS * 2; i++) y[i / 2][i % 2] = *(const uint4 *)(at + i * rows * 64);
+            at += BLOCKS * rows * 128;
+#pragma unroll
+            for (int block = 0; block < BLOCKS; block++) {
+                float products[4] = {};
+#pragma unroll
+                for (int part = 0; part < 4; part++) {
+                    u32 a[2][4];
+                    uint4 b = y[block][part / 2];
+                    unpack<PACKING>(packed[block], 1, part / 2, a);
+                    mma<Pack<PACKING>::RAW>(CODED ? products : sums, a[part % 2], part % 2 == 0 ? b.x : b.z, part % 2 == 0 ? b.y : b.w);
+                    if (!CODED || !ends(UNIT, part)) continue;
+                    int unit = block * UNITS + unit_of(UNIT, part);
+                    fold<PACKING>(sums, products, make_uint2(scale[unit * 16], scale[unit * 16 + 8]), make_float2(unit_sums[0], unit_sums[pair]));
+                    unit_sums += rows;
+                    products[0] = products[1] = products[2] = products[3] = 0.0f;
+                }
+            }
+        };
+#pragma unroll 1
+        for (u32 i = 0; i < count; i += TOGETHER) {
+            copy_wait<DEPTH - 1>();
+            __syncwarp();
+            if (i + TOGETHER <= count) multiply(Int<TOGETHER>(), 0);
+            else
+                for (u32 block = 0; block < count - i; block++) multiply(Int<1>(), block);
+            __syncwarp();
+            fetch();
+            slot = slot == (DEPTH - 1) * STAGE ? 0 : slot + STAGE;
+        }
+        float *part = partial + turn * SEGMENTS * rows * 16;
+#pragma unroll
+        for (int i = 0; i < 4; i++)
+            if (2 * t + i % 2 < rows) part[(warp * rows + 2 * t + i % 2) * 16 + g + i / 2 * 8] = sums[i];
+        // Whoever is past this barrier has taken the other turn's sums.
+        __syncthreads();
+        if (!finishes) continue;
+        float sum = part[threadIdx.x];
+        for (u32 segment = 1, all = (blocks + in.length - 1) / in.length; segment < all; segment++) sum += part[segment * rows * 16 + threadIdx.x];
+        float y = finished(weight, output, sum, in.scales[row]);
+        *out = in.add ? before + y : y;
+    }
+}
+template <int PACKING> __device__ __forceinline__ void few_of(const Weights &weights, const Inputs &in) {
+    if (!Pack<PACKING>::CODED || in.unit == 6) few<PACKING, 6>(weights, in);
+    else if (in.unit == 5) few<PACKING, 5>(weights, in);
+    else few<PACKING, 4>(weights, in);
+}
+
+// Up to 8 * NT rows: a block has 16 * MT outputs, a warp one segment of their inputs.
+template <int PACKING, int MT, int NT> __device__ __forceinline__ void narrow(const Weights &weights, const Inputs &in) {
+    const bool CODED = Pack<PACKING>::CODED;
+    const int PIECES = Pack<PACKING>::PIECES, STAGE = CODED || MT * NT > 2 ? 1 : 2;
     __shared__ float partial[SEGMENTS][MT * NT][128];
     u32 warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
-    u32 tile = blockIdx.x * MT;
+    u32 tile = blockIdx.x * MT, blocks = in.blocks;
     const Weight &weight = weight_of(weights, tile);
-    u32 begin = min(warp * length, blocks), end = min(begin + length, blocks);
-    size_t groups = (u64)blocks * 64 >> weight.shift;
-    Zero zero = zeros(weight.zero);
+    u32 begin = min(warp * in.length, blocks), end = min(begin + in.length, blocks);
+    size_t groups = group_of(weight, blocks);
     const uint4 *codes = (const uint4 *)weight.codes + (size_t)tile * blocks * PIECES * 32 + lane;
-    const u32 *scales = weight.scales + (size_t)tile * groups * 16;
-    const u16 *input = x + (size_t)g * blocks * 64 + t * 8;
+    const u32 *scales = weight.scales + (size_t)tile * groups * 16 + g;
+    const u16 *input = in.x + (size_t)g * blocks * 64 + t * 8;
     float sums[MT][NT][4] = {};
-    // Two stages of weights: one is multiplied while the other is on its way.
+    // Two stages of weights: one is multiplied while the other is on its way; and their scales, where there are registers for them.
+    const bool EARLY = CODED && MT * NT <= 2;
     uint4 packed[2][STAGE][MT][PIECES];
-    uint2 factors[2][STAGE][MT][2];
+    uint2 factors[2][MT][EARLY ? 4 : 1];
+    auto factor = [&](u32 block, int m, int part) {
+        const u32 *pair = scales + (m * groups + group_of(weight, block) + unit_of(in.unit, part)) * 16;
+        return make_uint2(load_ahead(pair), load_ahead(pair + 8));
+    };
     auto fetch = [&](auto count, u32 block, int to) {
         const uint4 *from = codes + (size_t)block * PIECES * 32;
 #pragma unroll
-        for (int u = 0; u < count.VALUE; u++)
+        for (int m = 0; m < MT; m++) {
 #pragma unroll
-            for (int m = 0; m < MT; m++) {
+            for (int u = 0; u < count.VALUE; u++)
 #pragma unroll
                 for (int i = 0; i < PIECES; i++) packed[to][u][m][i] = load_once(from + ((size_t)m * blocks * PIECES + u * PIECES + i) * 32);
-                if (!CODED) continue;
-                factors[to][u][m][0] = scales_of(weight, scales + m * groups * 16, (block + u) * 64, lane);
-                // Groups of 64 inputs and more have one scale for both halves.
-                if (weight.shift < 6) factors[to][u][m][1] = scales_of(weight, scales + m * groups * 16, (block + u) * 64 + 32, lane);
-                else factors[to][u][m][1] = factors[to][u][m][0];
-            }
+#pragma unroll
+            for (int part = 0; part < 4; part++)
+                if (EARLY && ends(in.unit, part)) factors[to][m][part % 4] = factor(block, m, part);
+        }
     };
     auto multiply = [&](auto count, u32 block, int from) {
         const u16 *at = input + (size_t)block * 64;
+        const float *unit_sums = in.sums + (size_t)block * (64 >> in.unit) * in.stride + 2 * t;
         // Activations of several products at once, so that their loads overlap.
         const int AHEAD = NT > 2 ? 1 : count.VALUE * 2;
         uint4 b[AHEAD][NT];
+        float products[MT][NT][4] = {};
 #pragma unroll
-        for (int part = 0; part < count.VALUE * 2; part++) {
-            if (part % AHEAD == 0) {
+        for (int chunk = 0; chunk < count.VALUE * 2; chunk++) {
+            if (chunk % AHEAD == 0) {
 #pragma unroll
                 for (int next = 0; next < AHEAD; next++)
 #pragma unroll
-                    for (int n = 0; n < NT; n++) b[next][n] = load_ahead(at + (size_t)n * 8 * blocks * 64 + (part + next) * 32);
+                    for (int n = 0; n < NT; n++) b[next][n] = load_ahead(at + (size_t)n * 8 * blocks * 64 + (chunk + next) * 32);
             }
             u32 a[MT][2][4];
 #pragma unroll
-            for (int m = 0; m < MT; m++) unpack<PACKING>(packed[from][part / 2][m], 1, part % 2, zero, factors[from][part / 2][m][part % 2], a[m]);
+            for (int m = 0; m < MT; m++) unpack<PACKING>(packed[from][chunk / 2][m], 1, chunk % 2, a[m]);
 #pragma unroll
-            for (int half = 0; half < 2; half++)
+            for (int half = 0; half < 2; half++) {
 #pragma unroll
                 for (int n = 0; n < NT; n++) {
-                    uint4 y = b[part % AHEAD][n];
+                    uint4 y = b[chunk % AHEAD][n];
 #pragma unroll
                     for (int m = 0; m < MT; m++)
-                        mma<Pack<PACKING>::RAW>(sums[m][n], a[m][half], half == 0 ? y.x : y.z, half == 0 ? y.y : y.w);
+                        mma<Pack<PACKING>::RAW>(CODED ? products[m][n] : sums[m][n], a[m][half], half == 0 ? y.x : y.z, half == 0 ? y.y : y.w);
                 }
+                int part = chunk % 2 * 2 + half;
+                if (!CODED || !ends(in.unit, part)) continue;
+#pragma unroll
+                for (int n = 0; n < NT; n++) {
+                    float2 inputs = *(const float2 *)(unit_sums + n * 8);
+#pragma unroll
+                    for (int m = 0; m < MT; m++) {
+                        float(&c)[4] = products[m][n];
+                        fold<PACKING>(sums[m][n], c, EARLY ? factors[from][m][part] : factor(block, m, part), inputs);
+                        c[0] = c[1] = c[2] = c[3] = 0.0f;
+                    }
+                }
+                unit_sums += in.stride;
+            }
         }
     };
     // Whole stages, then what is left of the segment, block by block. Weights are there already; activations may still be on their way.
@@ -203,42 +339,53 @@ __device__ __forceinline__ void narrow(const Weights &weights, const u16 *x, con
 #pragma unroll
             for (int i = 0; i < 4; i++) partial[warp][m * NT + n][(2 * t + i % 2) * 16 + g + i / 2 * 8] = sums[m][n][i];
     __syncthreads();
-    u32 segments = (blocks + length - 1) / length;
+    u32 segments = (blocks + in.length - 1) / in.length;
     for (u32 i = threadIdx.x; i < MT * NT * 128; i += blockDim.x) {
         u32 part = i / 128, m = part / NT, row = part % NT * 8 + i % 128 / 16, output = (tile + m) * 16 + i % 16;
-        if (row >= rows) continue;
+        if (row >= in.rows) continue;
         float sum = partial[0][part][i % 128];
         for (u32 segment = 1; segment < segments; segment++) sum += partial[segment][part][i % 128];
-        finish(weight, row, output, sum, row_scales[row], add);
+        finish(weight, row, output, sum, in.scales[row], in.add);
     }
 }
 
 // Any number of rows: a block has 128 outputs and 128 rows, a warp 16 * WM outputs and 8 * WN rows of them. Inputs come in blocks of 64, four of them on
 // their way at a time.
+//
+// Shared memory: stages of codes [tile][lane], activations [32 inputs][row][32], scales [tile][unit][16 outputs] and sums of units [unit][row]; totals.
 #define WIDE_STAGES 4
-template <int PACKING, int WM, int WN>
-__device__ __forceinline__ void wide(const Weights &weights, const u16 *x, const float *row_scales, u32 rows, u32 blocks, u32 length, bool add) {
-    const bool CODED = PACKING == CODES4 || PACKING == CODES8;
-    const int PIECES = Pack<PACKING>::BYTES / 16, A = 8 * PIECES * 512, B = 128 * 128, ACROSS = 8 / WM;
+template <int PACKING, int WM, int WN> __device__ __forceinline__ void wide(const Weights &weights, const Inputs &in) {
+    const bool CODED = Pack<PACKING>::CODED;
+    const int PIECES = Pack<PACKING>::PIECES, A = 8 * PIECES * 512, B = 128 * 128, ACROSS = 8 / WM;
     extern __shared__ __align__(128) u8 shared[];
     u32 warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
-    u32 tile = blockIdx.y * 8, first = blockIdx.x * 128;
+    u32 tile = blockIdx.y * 8, first = blockIdx.x * 128, blocks = in.blocks;
+    u32 units = 64 >> in.unit, stage = A + B + (CODED ? units * 1024 : 0);
     const Weight &weight = weight_of(weights, tile);
     u32 last = (weight.outputs + 15) / 16 - 1;
-    size_t groups = (u64)blocks * 64 >> weight.shift;
-    Zero zero = zeros(weight.zero);
+    size_t groups = group_of(weight, blocks);
     u32 m0 = warp % ACROSS * WM, n0 = warp / ACROSS * WN;
     wait_for_earlier_kernels();
     auto fetch = [&](u32 block) {
-        u8 *to = shared + block % WIDE_STAGES * (A + B);
+        u8 *to = shared + block % WIDE_STAGES * stage;
         for (u32 i = threadIdx.x; i < 8 * PIECES * 32; i += 256) {
             u32 row = min(tile + i / (PIECES * 32), last);
             copy_async(to + i * 16, weight.codes + (((size_t)row * blocks + block) * PIECES * 32 + i % (PIECES * 32)) * 16);
         }
-        // [half][row][32 inputs], so that a quarter of a warp reads 128 bytes in a row.
+        // A quarter of a warp reads 128 bytes in a row.
         for (u32 i = threadIdx.x; i < 1024; i += 256) {
             u32 row = i / 8, piece = i % 8;
-            copy_async(to + A + piece / 4 * 8192 + row * 64 + piece % 4 * 16, x + ((size_t)first + row) * blocks * 64 + block * 64 + piece * 8);
+            copy_async(to + A + piece / 4 * 8192 + row * 64 + piece % 4 * 16, in.x + ((size_t)first + row) * blocks * 64 + block * 64 + piece * 8);
+        }
+        if (!CODED) return;
+        for (u32 i = threadIdx.x; i < units * 64; i += 256) {
+            u32 within = i % (units * 32);
+            if (i < units * 32) {
+                u32 row = min(tile + within / (units * 4), last);
+                copy_async(to + A + B + within * 16, weight.scales + (row * groups + group_of(weight, block)) * 16 + within % (units * 4) * 4);
+            } else {
+                copy_async(to + A + B + i * 16, in.sums + ((size_t)block * units + within / 32) * in.stride + first + within % 32 * 4);
+            }
         }
     };
 #pragma unroll
@@ -246,28 +393,25 @@ __device__ __forceinline__ void wide(const Weights &weights, const u16 *x, const
         if (stage < blocks) fetch(stage);
         copy_commit();
     }
-    float sums[WM][WN][4] = {};
+    float sums[WM][WN][4] = {}, products[WM][WN][4] = {};
     // Sums of whole segments, out of the way of the registers.
-    float4 *totals = (float4 *)(shared + WIDE_STAGES * (A + B)) + threadIdx.x;
+    float4 *totals = (float4 *)(shared + WIDE_STAGES * stage) + threadIdx.x;
     // Operands of 32 inputs at a time, the next ones on their way from shared memory while these are multiplied.
     u32 a[2][WM][2][4];
     uint4 b[2][WN];
     auto take = [&](u32 block, int chunk, int to) {
-        const u8 *from = shared + block % WIDE_STAGES * (A + B);
+        const u8 *from = shared + block % WIDE_STAGES * stage;
 #pragma unroll
         for (int n = 0; n < WN; n++) b[to][n] = *(const uint4 *)(from + A + chunk * 8192 + ((n0 + n) * 8 + g) * 64 + t * 16);
 #pragma unroll
-        for (int m = 0; m < WM; m++) {
-            const uint4 *packed = (const uint4 *)from + (m0 + m) * PIECES * 32 + lane;
-            const u32 *scales = weight.scales + (size_t)min(tile + m0 + m, last) * groups * 16;
-            uint2 factors = CODED ? scales_of(weight, scales, block * 64 + chunk * 32, lane) : make_uint2(0, 0);
-            unpack<PACKING>(packed, 32, chunk, zero, factors, a[to][m]);
-        }
+        for (int m = 0; m < WM; m++) unpack<PACKING>((const uint4 *)from + (m0 + m) * PIECES * 32 + lane, 32, chunk, a[to][m]);
     };
     copy_wait<WIDE_STAGES - 2>();
     __syncthreads();
     take(0, 0, 0);
     for (u32 block = 0; block < blocks; block++) {
+        const u32 *pairs = (const u32 *)(shared + block % WIDE_STAGES * stage + A + B);
+        const float *unit_sums = (const float *)(pairs + units * 128);
 #pragma unroll
         for (int chunk = 0; chunk < 2; chunk++) {
             if (chunk == 0) {
@@ -275,22 +419,42 @@ __device__ __forceinline__ void wide(const Weights &weights, const u16 *x, const
                 // Everyone has passed the last barrier, and so has taken all of the block before, whose place this one's takes.
                 if (block + WIDE_STAGES - 1 < blocks) fetch(block + WIDE_STAGES - 1);
                 copy_commit();
-            } else {
+            } else if (!CODED) {
                 copy_wait<WIDE_STAGES - 2>();
                 __syncthreads();
                 if (block + 1 < blocks) take(block + 1, 0, 0);
             }
             // Instructions that follow each other add to different sums.
 #pragma unroll
-            for (int half = 0; half < 2; half++)
+            for (int half = 0; half < 2; half++) {
 #pragma unroll
                 for (int m = 0; m < WM; m++)
 #pragma unroll
                     for (int n = 0; n < WN; n++)
-                        mma<Pack<PACKING>::RAW>(sums[m][n], a[chunk][m][half], half == 0 ? b[chunk][n].x : b[chunk][n].z, half == 0 ? b[chunk][n].y : b[chunk][n].w);
+                        mma<Pack<PACKING>::RAW>(CODED ? products[m][n] : sums[m][n], a[chunk][m][half], half == 0 ? b[chunk][n].x : b[chunk][n].z, half == 0 ? b[chunk][n].y : b[chunk][n].w);
+                int part = chunk * 2 + half;
+                if (!CODED || !ends(in.unit, part)) continue;
+                u32 unit = unit_of(in.unit, part);
+#pragma unroll
+                for (int n = 0; n < WN; n++) {
+                    float2 inputs = *(const float2 *)(unit_sums + unit * 128 + (n0 + n) * 8 + 2 * t);
+#pragma unroll
+                    for (int m = 0; m < WM; m++) {
+                        const u32 *pair = pairs + ((m0 + m) * units + unit) * 16 + g;
+                        float(&c)[4] = products[m][n];
+                        fold<PACKING>(sums[m][n], c, make_uint2(pair[0], pair[8]), inputs);
+                        c[0] = c[1] = c[2] = c[3] = 0.0f;
+                    }
+                }
+            }
         }
-        if ((block + 1) % length == 0 || block + 1 == blocks) {
-            bool start = block < length, end = block + 1 == blocks;
+        if (CODED) {
+            copy_wait<WIDE_STAGES - 2>();
+            __syncthreads();
+            if (block + 1 < blocks) take(block + 1, 0, 0);
+        }
+        if ((block + 1) % in.length == 0 || block + 1 == blocks) {
+            bool start = block < in.length, end = block + 1 == blocks;
 #pragma unroll
             for (int m = 0; m < WM; m++)
 #pragma unroll
@@ -314,26 +478,20 @@ __device__ __forceinline__ void wide(const Weights &weights, const u16 *x, const
 #pragma unroll
             for (int i = 0; i < 4; i++) {
                 u32 row = first + (n0 + n) * 8 + 2 * t + i % 2, output = (tile + m0 + m) * 16 + g + i / 2 * 8;
-                if (row < rows) finish(weight, row, output, sums[m][n][i], row_scales[row], add);
+                if (row < in.rows) finish(weight, row, output, sums[m][n][i], in.scales[row], in.add);
             }
 }
 
-#define NARROW(NAME, PACKING, MT, NT, BLOCKS)                                                                                           \
-    extern "C" __global__ void __launch_bounds__(256, BLOCKS) NAME(Weights weights, const u16 *x, const float *scales, u32 rows, u32 blocks, \
-                                                              u32 length, u32 add) {                                                    \
-        narrow<PACKING, MT, NT>(weights, x, scales, rows, blocks, length, add);                                                         \
-    }
-#define WIDE(NAME, PACKING, WM, WN)                                                                                                     \
-    extern "C" __global__ void __launch_bounds__(256, 1) NAME(Weights weights, const u16 *x, const float *scales, u32 rows, u32 blocks, \
-                                                              u32 length, u32 add) {                                                    \
-        wide<PACKING, WM, WN>(weights, x, scales, rows, blocks, length, add);                                                           \
-    }
-#define PRODUCTS(NAME, PACKING, WM, WN)  \
-    NARROW(NAME##_narrow8, PACKING, 1, 1, PACKING == CODES4 ? 3 : 2) \
-    NARROW(NAME##_narrow16, PACKING, 1, 2, 2) \
-    NARROW(NAME##_narrow32, PACKING, 2, 4, 2) \
-    NARROW(NAME##_narrow64, PACKING, 1, 8, 2) \
-    WIDE(NAME##_wide, PACKING, WM, WN)
+#define PRODUCT(NAME, BLOCKS, BODY) \
+    extern "C" __global__ void __launch_bounds__(256, BLOCKS) NAME(Weights weights, Inputs in) { BODY(weights, in); }
+#define COMMA ,
+#define PRODUCTS(NAME, PACKING, WM, WN)                      \
+    PRODUCT(NAME##_few, 3, few_of<PACKING>)                        \
+    PRODUCT(NAME##_narrow8, 2, narrow<PACKING COMMA 1 COMMA 1>)     \
+    PRODUCT(NAME##_narrow16, 2, narrow<PACKING COMMA 1 COMMA 2>)    \
+    PRODUCT(NAME##_narrow32, 2, narrow<PACKING COMMA 2 COMMA 4>)    \
+    PRODUCT(NAME##_narrow64, 2, narrow<PACKING COMMA 1 COMMA 8>)    \
+    PRODUCT(NAME##_wide, 1, wide<PACKING COMMA WM COMMA WN>)
 
 PRODUCTS(half, HALF, 4, 4)
 PRODUCTS(brain, BRAIN, 4, 4)
@@ -362,11 +520,11 @@ extern "C" __global__ void __launch_bounds__(256) exact(const float *weight, con
     }
 }
 
-// What becomes the activations of a product: x itself, its norm, or activation(x) * up; in 16 bits, in rows of `padded` values, and a factor for each row.
-// The row is kept in shared memory. Also writes f32 where `out` is given.
+// What becomes the activations of a product: x itself, its norm, or activation(x) * up; in 16 bits, in rows of `padded` values, a factor for each row, and for
+// codes the sums of its units. The row is kept in shared memory.
 enum Input { PLAIN = 0, NORMED = 1, GATED = 2 };
 extern "C" __global__ void __launch_bounds__(1024) prepare(const float *x, const float *other, int input, int activation, float eps, u32 width, u32 padded, u32 brain,
-                                    u16 *to, float *scales) {
+                                                              u32 unit, u16 *to, float *scales, float *sums_of_units, u32 stride) {
     extern __shared__ __align__(16) float row[];
     __shared__ float sums[32], maxima[32];
     // A norm's weights are there already.
@@ -410,9 +568,14 @@ extern "C" __global__ void __launch_bounds__(1024) prepare(const float *x, const
         float4 y = *(const float4 *)(row + i);
         uint2 z = brain ? make_uint2(narrow2<BF16>(y.x * factor, y.y * factor), narrow2<BF16>(y.z * factor, y.w * factor))
                         : make_uint2(narrow2<F16>(y.x * factor, y.y * factor), narrow2<F16>(y.z * factor, y.w * factor));
-        *(uint2 *)(out + i) = z;
+        *(uint2 *)(out + i / 32 * 32 + i % 16 / 4 * 8 + i % 32 / 16 * 4) = z;
+        if (unit == 0) continue;
+        // In 2^-24, as the products of codes are; the 4 to 16 threads of a unit are neighbours.
+        float sum = (widen_f16((u16)z.x) + widen_f16((u16)(z.x >> 16))) + (widen_f16((u16)z.y) + widen_f16((u16)(z.y >> 16)));
+        for (u32 step = 1; step < unit / 4; step *= 2) sum += __shfl_xor_sync(0xffffu << (threadIdx.x & 16), sum, step);
+        if (i % unit == 0) sums_of_units[(size_t)(i / unit) * stride + blockIdx.x] = sum * exp2f(-24.0f);
     }
-    if (threadIdx.x == 0) scales[blockIdx.x] = scale;
+    if (threadIdx.x == 0) scales[blockIdx.x] = unit == 0 ? scale : scale * exp2f(24.0f);
 }
 
 // Packs raw weights [outputs, inputs] of 16 bits: a thread has one lane's bytes of 64 inputs.
@@ -423,7 +586,7 @@ extern "C" __global__ void pack_raw(const u16 *weight, u32 outputs, u32 inputs, 
     if (block >= blocks) return;
     for (u32 i = 0; i < 32; i++) {
         u32 step = i / 8, reg = i % 8 / 2, row = tile * 16 + g + reg % 2 * 8;
-        u32 k = block * 64 + step / 2 * 32 + t * 8 + step % 2 * 4 + reg / 2 * 2 + i % 2;
+        u32 k = block * 64 + step * 16 + t * 4 + reg / 2 * 2 + i % 2;
         u16 x = row < outputs && k < inputs ? weight[(size_t)row * inputs + k] : 0;
         to[((((size_t)tile * blocks + block) * 4 + step) * 32 + lane) * 8 + i % 8] = x;
     }
@@ -439,7 +602,7 @@ extern "C" __global__ void pack_codes(const u8 *codes, u32 outputs, u32 inputs, 
         u32 words[2] = {};
         for (u32 i = 0; i < 8; i++) {
             u32 reg = i / 2, row = tile * 16 + g + reg % 2 * 8;
-            u32 k = block * 64 + step / 2 * 32 + t * 8 + step % 2 * 4 + reg / 2 * 2 + i % 2;
+            u32 k = block * 64 + step * 16 + t * 4 + reg / 2 * 2 + i % 2;
             u32 code = row < outputs && k < inputs ? codes[(size_t)row * inputs + k] : 0;
             if (bits == 4) words[0] |= code << (4 * (reg + i % 2 * 4));
             else words[i / 4] |= code << (8 * (i % 4));
@@ -453,20 +616,22 @@ extern "C" __global__ void pack_codes(const u8 *codes, u32 outputs, u32 inputs, 
     }
 }
 
-// Packs scales and biases [outputs, groups] of f32 as pairs of f16. Groups beyond the inputs, and outputs beyond the last, decode to zero.
-extern "C" __global__ void pack_scales(const float *scales, const float *biases, u32 outputs, u32 groups, u32 padded, u32 *to) {
+// Packs scales and biases [outputs, groups] of f32 as pairs of f16, for scale * code + bias: what the code of nothing comes to goes into the bias, which no
+// format has beside such a code. Groups beyond the inputs, and outputs beyond the last, decode to zero.
+extern "C" __global__ void pack_scales(const float *scales, const float *biases, float zero, u32 outputs, u32 groups, u32 padded, u32 *to) {
     wait_for_earlier_kernels();
     u32 at = blockIdx.x * blockDim.x + threadIdx.x, tile = blockIdx.y;
     if (at >= padded * 16) return;
     u32 row = tile * 16 + at % 16, group = at / 16;
     bool real = row < outputs && group < groups;
     size_t from = (size_t)row * groups + group;
-    to[(size_t)tile * padded * 16 + at] = real ? narrow2<F16>(scales[from], biases[from]) : 0;
+    u16 scale = real ? narrow_f16(scales[from]) : 0;
+    to[(size_t)tile * padded * 16 + at] = real ? narrow2<F16>(widen_f16(scale), fmaf(-zero, widen_f16(scale), biases[from])) : 0;
 }
 
 // One weight of a packed matrix, as products see it.
 __device__ float weight_at(const Weight &weight, int packing, u32 blocks, u32 row, u32 k) {
-    u32 tile = row / 16, g = row % 8, high = row % 16 / 8, block = k / 64, step = k % 64 / 32 * 2 + k % 8 / 4, t = k % 32 / 8;
+    u32 tile = row / 16, g = row % 8, high = row % 16 / 8, block = k / 64, step = k % 64 / 16, t = k % 16 / 4;
     u32 lane = g * 4 + t, reg = k % 4 / 2 * 2 + high, at = reg * 2 + k % 2;
     size_t base = (size_t)tile * blocks + block;
     if (packing == HALF || packing == BRAIN) {
@@ -476,9 +641,8 @@ __device__ float weight_at(const Weight &weight, int packing, u32 blocks, u32 ro
     u32 code;
     if (packing == CODES4) code = ((const u32 *)weight.codes)[(base * 32 + lane) * 4 + step] >> (4 * (reg + k % 2 * 4)) & 15;
     else code = weight.codes[((base * 2 + step / 2) * 32 + lane) * 16 + step % 2 * 8 + at];
-    u32 pair = weight.scales[((size_t)tile * (blocks * 64 >> weight.shift) + (k >> weight.shift)) * 16 + row % 16];
-    float zero = widen_f16((u16)weight.zero);
-    return widen_f16(narrow_f16(fmaf(1024.0f + code - zero, widen_f16((u16)pair), widen_f16((u16)(pair >> 16)))));
+    u32 pair = weight.scales[((size_t)tile * group_of(weight, blocks) + (k >> weight.shift)) * 16 + row % 16];
+    return fmaf((float)code, widen_f16((u16)pair), widen_f16((u16)(pair >> 16)));
 }
 
 // out[t] = scale * row token[t] of a packed matrix; packing 4 is f32.
