@@ -24,7 +24,7 @@ macro_rules! products {
     ($($packing:literal)*) => {
         &[
             $(
-                concat!($packing, "_few"), concat!($packing, "_narrow8"), concat!($packing, "_narrow16"), concat!($packing, "_narrow32"),
+                concat!($packing, "_one"), concat!($packing, "_few"), concat!($packing, "_narrow8"), concat!($packing, "_narrow16"), concat!($packing, "_narrow32"),
                 concat!($packing, "_narrow64"), concat!($packing, "_wide"),
             )*
             "exact", "prepare", "pack_raw", "pack_codes", "pack_scales", "embed",

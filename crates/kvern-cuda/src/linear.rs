@@ -30,9 +30,12 @@ pub(crate) enum Packing {
     Exact,
 }
 
-/// Of blocks of inputs, those of a segment, the unit of every sum: an eighth, whatever the number of rows.
+/// The most segments that the inputs of a sum are cut into.
+pub(crate) const SEGMENTS: usize = 8;
+
+/// Of blocks of inputs, those of a segment, whatever the number of rows.
 pub(crate) fn segment(blocks: usize) -> usize {
-    blocks.div_ceil(8)
+    blocks.div_ceil(SEGMENTS)
 }
 
 impl Packing {
@@ -263,7 +266,8 @@ impl Linear {
             let padded = self.blocks() * BLOCK / group;
             let to = self.scales.as_ref().map_or(0, Memory::address) + (first_tile * padded * TILE * 4) as u64;
             let grid = Grid::new(((padded * TILE).div_ceil(256) as u32, tiles), 256);
-            let arguments: &[&dyn Argument] = &[&scales, &biases, &zero, &outputs, &(groups as u32), &(padded as u32), &to];
+            let arguments: &[&dyn Argument] =
+                &[&scales, &biases, &zero, &outputs, &(groups as u32), &(padded as u32), &to];
             // SAFETY: as above, with scales and biases behind the codes.
             unsafe { device.launch("pack_scales", grid, arguments) }?;
             device.wait()?;

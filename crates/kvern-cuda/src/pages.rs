@@ -8,15 +8,18 @@
 //! Slabs are plain allocations, made as pages are first used; a page never moves, so that recorded steps find it. A page that is handed out again is zeroed.
 
 use std::ops::Range;
+use std::sync::Mutex;
 
 use kvern_backend::{Error as BackendError, Part};
 use kvern_base::Raw;
 use kvern_state::{Class, Kind, PageId, StateSpec, Table};
 
-use crate::device::{Argument, Device, Error, Grid, Memory};
+use crate::device::{Argument, Device, Error, Grid, Memory, Pinned, lock};
 
 /// Bytes of a slab, unless a page is larger.
 const SLAB: usize = 64 << 20;
+/// Bytes of columns that are on their way between device and host at a time.
+const STAGED: usize = 4 << 20;
 /// Slabs of a class.
 const SLABS: usize = 1 << 14;
 
@@ -131,6 +134,38 @@ fn raw(raw: Raw) -> u32 {
     }
 }
 
+/// Which way columns go.
+enum Host<'a> {
+    Export(&'a mut [u8]),
+    Import(&'a [u8]),
+}
+
+impl Host<'_> {
+    fn len(&self) -> usize {
+        match self {
+            Self::Export(bytes) => bytes.len(),
+            Self::Import(bytes) => bytes.len(),
+        }
+    }
+}
+
+/// Memory of both sides that columns pass through; as large as the largest piece was.
+#[derive(Default)]
+struct Staging(Option<(Memory, Pinned)>);
+
+impl Staging {
+    fn reserve(&mut self, device: &Device, bytes: usize) -> Result<&mut (Memory, Pinned), Error> {
+        let staged = match self.0.take() {
+            Some(staged) if staged.0.bytes() >= bytes => staged,
+            _ => {
+                let bytes = bytes.next_power_of_two();
+                (device.allocate(bytes)?, Pinned::new(device, bytes)?)
+            }
+        };
+        Ok(self.0.insert(staged))
+    }
+}
+
 /// Page storage for a pool.
 pub struct Pages {
     device: Device,
@@ -142,6 +177,7 @@ pub struct Pages {
     planes: Memory,
     /// Where a group's planes begin among those.
     first: Vec<usize>,
+    staging: Mutex<Staging>,
 }
 
 /// Zeroed pages and copies of pages that a step begins with: pairs of addresses, for each class.
@@ -183,7 +219,15 @@ impl Pages {
         memory.write(0, &stores)?;
         let plane_memory = device.allocate(size_of_val(planes.as_slice()))?;
         plane_memory.write(0, &planes)?;
-        Ok(Self { device: device.clone(), spec: spec.clone(), classes, stores: memory, planes: plane_memory, first })
+        Ok(Self {
+            device: device.clone(),
+            spec: spec.clone(),
+            classes,
+            stores: memory,
+            planes: plane_memory,
+            first,
+            staging: Mutex::default(),
+        })
     }
 
     pub(crate) fn spec(&self) -> &StateSpec {
@@ -268,35 +312,50 @@ impl Pages {
         Ok(())
     }
 
-    /// Copies columns between pages and `bytes` of device memory, in canonical order.
-    fn exchange(
-        &self,
-        part: Part,
-        table: &Table,
-        columns: &Range<usize>,
-        bytes: &Memory,
-        import: bool,
-    ) -> Result<(), Error> {
-        let (store, plane) = self.plane(table.class, part);
-        let page = self.classes[table.class].columns;
-        let ids: Vec<u32> = (columns.start / page..columns.end.div_ceil(page)).map(|index| table.id(index)).collect();
-        let memory = self.device.allocate(ids.len() * 4)?;
-        memory.write(0, &ids)?;
-        let (first, count) = (columns.start as u32, columns.len() as u32);
-        let grid = Grid::values(columns.len() * (plane.heads * plane.dim) as usize);
-        let arguments: &[&dyn Argument] =
-            &[&store, &plane, &memory.address(), &first, &count, &bytes.address(), &u32::from(import)];
-        // SAFETY: `ids` names existing pages for all columns, and `bytes` holds the columns.
-        unsafe { self.device.launch("exchange", grid, arguments) }
-    }
-
-    pub(crate) fn export(&self, part: Part, table: &Table, columns: Range<usize>, out: &mut [u8]) -> Result<(), Error> {
+    /// Copies columns between pages and the host, in canonical order. They wait in pinned memory on their way, some at a time.
+    fn exchange(&self, part: Part, table: &Table, columns: Range<usize>, mut host: Host<'_>) -> Result<(), Error> {
         if columns.is_empty() {
             return Ok(());
         }
-        let bytes = self.device.allocate(out.len())?;
-        self.exchange(part, table, &columns, &bytes, false)?;
-        bytes.read(0, out)
+        let (store, plane) = self.plane(table.class, part);
+        let page = self.classes[table.class].columns;
+        let import = matches!(host, Host::Import(_));
+        let column_bytes = host.len() / columns.len();
+        let at_once = (STAGED / column_bytes).max(1);
+        let mut staging = lock(&self.staging);
+        for (start, first) in columns.clone().step_by(at_once).enumerate() {
+            let count = at_once.min(columns.end - first);
+            let ids = (first / page..(first + count).div_ceil(page)).map(|index| table.id(index));
+            let ids: Vec<u32> = ids.collect();
+            // Page ids, then columns.
+            let begin = (ids.len() * 4).next_multiple_of(16);
+            let range = start * at_once * column_bytes..(start * at_once + count) * column_bytes;
+            let end = begin + range.len();
+            let (device, pinned) = staging.reserve(&self.device, end)?;
+            pinned.bytes_mut()[..ids.len() * 4].copy_from_slice(bytemuck::cast_slice(&ids));
+            if let Host::Import(bytes) = &host {
+                pinned.bytes_mut()[begin..end].copy_from_slice(&bytes[range.clone()]);
+            }
+            device.take(pinned, if import { end } else { begin })?;
+            let grid = Grid::values(count * (plane.heads * plane.dim) as usize);
+            let (first, count, address) = (first as u32, count as u32, device.address());
+            let bytes = address + begin as u64;
+            let arguments: &[&dyn Argument] = &[&store, &plane, &address, &first, &count, &bytes, &u32::from(import)];
+            // SAFETY: `ids` names existing pages for all columns, and the columns follow them.
+            unsafe { self.device.launch("exchange", grid, arguments) }?;
+            if !import {
+                device.give(pinned, end)?;
+            }
+            self.device.wait()?;
+            if let Host::Export(out) = &mut host {
+                out[range].copy_from_slice(&pinned.bytes()[begin..end]);
+            }
+        }
+        Ok(())
+    }
+
+    pub(crate) fn export(&self, part: Part, table: &Table, columns: Range<usize>, out: &mut [u8]) -> Result<(), Error> {
+        self.exchange(part, table, columns, Host::Export(out))
     }
 
     pub(crate) fn import(
@@ -309,11 +368,6 @@ impl Pages {
         for &id in &table.ids {
             self.classes[table.class].ensure(&self.device, id)?;
         }
-        if columns.is_empty() {
-            return Ok(());
-        }
-        let memory = self.device.allocate(bytes.len())?;
-        memory.write(0, bytes)?;
-        self.exchange(part, table, &columns, &memory, true)
+        self.exchange(part, table, columns, Host::Import(bytes))
     }
 }

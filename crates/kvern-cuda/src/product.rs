@@ -4,12 +4,13 @@ use kvern_backend::{Activation, Error as BackendError};
 
 use crate::device::{Argument, Grid};
 use crate::gpu::{Cuda, Tensor};
-use crate::linear::{BLOCK, Linear, Packing, Vector, Weights, segment};
+use crate::linear::{BLOCK, Linear, Packing, SEGMENTS, Vector, Weights, segment};
 
-/// The kernels of a packing: for few rows that fit into shared memory, for up to 8, 16, 32 and 64 rows, and for any number.
+/// The kernels of a packing: for one row and few rows that fit into shared memory, for up to 8, 16, 32 and 64 rows, and for any number.
 macro_rules! kernels {
     ($packing:literal) => {
         [
+            concat!($packing, "_one"),
             concat!($packing, "_few"),
             concat!($packing, "_narrow8"),
             concat!($packing, "_narrow16"),
@@ -137,30 +138,37 @@ impl Cuda {
             Form::Summed(unit) => (0, unit),
         };
         let units = padded.checked_div(unit as usize).unwrap_or(0);
-        let shared = padded as u32 * 4;
+        let blocks = padded / BLOCK;
+        let length = segment(blocks);
+        let (kind, other, eps, function) = match *input {
+            Input::Plain => (0u32, 0, 0.0, 0),
+            Input::Normed(weight, eps) => (1, weight.memory.address(), eps, 0),
+            Input::Gated(function, up) => (2, up.address(), 0.0, activation(function)),
+        };
+        // A norm is of a whole row; segments do not need each other else.
+        let (share, shares) = match input {
+            Input::Normed(..) => (padded, 1),
+            _ => (length * BLOCK, blocks.div_ceil(length)),
+        };
+        let shared = share as u32 * 4;
         if shared + 512 > self.device.properties().shared {
             let found = x.width.to_string();
             return Err(BackendError::Unsupported { what: "a row", found, needs: "rows that fit into shared memory" });
         }
         let inputs = Inputs {
             x: self.reserve(|state| &mut state.inputs, rows * padded * 2)?,
-            scales: self.reserve(|state| &mut state.scales, rows * 4)?,
+            scales: self.reserve(|state| &mut state.scales, SEGMENTS * rows * 4)?,
             sums: self.reserve(|state| &mut state.sums, rows * units * 4)?,
             rows: x.rows as u32,
             stride: rows as u32,
-            blocks: (padded / BLOCK) as u32,
-            length: segment(padded / BLOCK) as u32,
+            blocks: blocks as u32,
+            length: length as u32,
             unit: unit.checked_ilog2().unwrap_or(BLOCK.ilog2()),
             add: 0,
         };
-        let (kind, other, eps, function) = match *input {
-            Input::Plain => (0u32, 0, 0.0, 0),
-            Input::Normed(weight, eps) => (1, weight.memory.address(), eps, 0),
-            Input::Gated(function, up) => (2, up.address(), 0.0, activation(function)),
-        };
         // The number of threads decides the order of a norm's sum: it follows from the width alone.
-        let threads = (x.width as u32).div_ceil(4).next_multiple_of(32).min(1024);
-        let grid = Grid { shared, ..Grid::new(x.rows as u32, threads) };
+        let threads = (share as u32 / 4).next_multiple_of(32).min(1024);
+        let grid = Grid { shared, ..Grid::new((x.rows as u32, shares as u32), threads) };
         let arguments: &[&dyn Argument] = &[
             &x.address(),
             &other,
@@ -169,6 +177,7 @@ impl Cuda {
             &eps,
             &(x.width as u32),
             &(padded as u32),
+            &((length * BLOCK) as u32),
             &brain,
             &unit,
             &inputs.x,
@@ -195,12 +204,13 @@ impl Cuda {
         let tile_bytes = packing.block_bytes() as u32 + units * 64;
         let few = self.few(packing, inputs, tile_bytes, units);
         let (name, tiles) = match inputs.rows {
-            0..=8 if few.is_some() => (names[0], 1),
-            0..=8 => (names[1], 1),
-            9..=16 => (names[2], 1),
-            17..=32 => (names[3], 2),
-            33..=64 => (names[4], 1),
-            _ => (names[5], 8),
+            0..=1 if few.is_some() => (names[0], 1),
+            0..=8 if few.is_some() => (names[1], 1),
+            0..=8 => (names[2], 1),
+            9..=16 => (names[3], 1),
+            17..=32 => (names[4], 2),
+            33..=64 => (names[5], 1),
+            _ => (names[6], 8),
         };
         let mut weights = Weights::default();
         for (linear, out) in outs {

@@ -68,7 +68,7 @@ fn engine_on<B: Backend>(backend: B, setup: &Setup, state_memory: u64, prefixes:
     let options = LoadOptions { kv: setup.kv, max_tokens: 512, max_outputs: 64, page: 16, ..LoadOptions::default() };
     let model = load(&backend, Checkpoint::open(&fixture(setup.model)).unwrap(), &options).unwrap();
     let options = EngineOptions {
-        max_rows: 32,
+        max_rows: 64,
         max_tokens: setup.step,
         state_memory: Some(state_memory),
         prefixes,
@@ -140,7 +140,7 @@ fn tokens_depend_on_the_request_alone() {
             for (kv, plain) in policies().into_iter().flat_map(|kv| plain.clone().map(move |plain| (kv, plain))) {
                 let alone = Setup { model, set, threads: 1, kv, step: 512 };
                 let want = bits(&run(&mut engine(&alone, 1 << 30), requests_drawn(1, plain))[0]);
-                for (company, threads, step) in [(1, 2, 1), (2, 1, 7), (7, 2, 64), (32, 5, 512), (32, 1, 33)] {
+                for (company, threads, step) in [(1, 2, 1), (2, 1, 7), (7, 2, 64), (64, 5, 512), (33, 1, 33)] {
                     let setup = Setup { threads, step: step.max(company), ..alone };
                     let got = bits(&run(&mut engine(&setup, 1 << 30), requests_drawn(company, plain))[0]);
                     let how = format!("{model}, {}, {kv:?}, {company} rows, {threads} threads, {step}", set.name());

@@ -94,7 +94,7 @@ __device__ __forceinline__ uint4 load_page(const void *from) {
     return x;
 }
 
-// Loads that stay where they are written, ahead of what needs them; the compiler would move them next to it. Of activations, and of a weight's scales.
+// Loads that stay where they are written, ahead of what needs them; the compiler would move them next to it. Of activations and sums of them, and of a weight's scales.
 __device__ __forceinline__ uint4 load_ahead(const void *from) {
     uint4 x;
     asm volatile("ld.global.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w) : "l"(from) : "memory");
@@ -102,7 +102,12 @@ __device__ __forceinline__ uint4 load_ahead(const void *from) {
 }
 __device__ __forceinline__ u32 load_ahead(const u32 *from) {
     u32 x;
-    asm volatile("ld.global.nc.u32 %0, [%1];" : "=r"(x) : "l"(from));
+    asm volatile("ld.global.u32 %0, [%1];" : "=r"(x) : "l"(from) : "memory");
+    return x;
+}
+__device__ __forceinline__ uint2 load_ahead(const uint2 *from) {
+    uint2 x;
+    asm volatile("ld.global.nc.v2.u32 {%0,%1}, [%2];" : "=r"(x.x), "=r"(x.y) : "l"(from));
     return x;
 }
 
@@ -128,16 +133,28 @@ template <class F> __device__ __forceinline__ float warp_reduce(float x) {
     return x;
 }
 
+// Over a value of each of a block's warps.
+template <class F> __device__ __forceinline__ float reduce_warps(const float *values) {
+    u32 warps = blockDim.x / 32, lane = threadIdx.x % 32;
+    // Values beyond the last warp's are copies of the first, which a maximum does not mind; a sum takes none of them.
+    float x = values[lane < warps ? lane : 0];
+    if (F::SUM && lane >= warps) x = 0.0f;
+    return warp_reduce<F>(x);
+}
+
 // Over all threads of a block of 32 to 1024; every thread gets the result. `scratch` has 32 floats, and is free again after the next barrier.
 template <class F> __device__ __forceinline__ float block_reduce(float x, float *scratch) {
     x = warp_reduce<F>(x);
-    u32 warps = blockDim.x / 32, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    if (lane == 0) scratch[warp] = x;
+    if (threadIdx.x % 32 == 0) scratch[threadIdx.x / 32] = x;
     __syncthreads();
-    // Values beyond the last warp's are copies of the first, which a maximum does not mind; a sum takes none of them.
-    x = scratch[lane < warps ? lane : 0];
-    if (F::SUM && lane >= warps) x = 0.0f;
-    return warp_reduce<F>(x);
+    return reduce_warps<F>(scratch);
+}
+// The same of two values, with one barrier and 64 floats.
+template <class F, class G> __device__ __forceinline__ void block_reduce(float &x, float &y, float *scratch) {
+    x = warp_reduce<F>(x), y = warp_reduce<G>(y);
+    if (threadIdx.x % 32 == 0) scratch[threadIdx.x / 32] = x, scratch[32 + threadIdx.x / 32] = y;
+    __syncthreads();
+    x = reduce_warps<F>(scratch), y = reduce_warps<G>(scratch + 32);
 }
 
 // Functions of single values, as the host numbers them.

@@ -9,8 +9,8 @@
 // Codes are multiplied as they are: four bits or a byte at the end of 16 are, read as f16, the code times 2^-24, which the instruction takes exactly. It adds
 // up a unit of inputs that share a scale; the unit's sum times the scale, and the sum of its activations times the bias, go to the segment's sum in f32.
 //
-// Activations are rounded to 16 bits: to bf16 where weights are, and else to f16 after each row was divided by a power of two that brings its largest value
-// just below 2^15. No row overflows, and 11 bits of each large value are kept.
+// Activations are rounded to 16 bits: to bf16 where weights are, and else to f16 after a row's share of each segment was divided by a power of two that brings
+// its largest value just below 2^15. Nothing overflows, and 11 bits of each large value are kept.
 
 #define SEGMENTS 8
 
@@ -19,7 +19,7 @@ enum Packing { HALF = 0, BRAIN = 1, CODES4 = 2, CODES8 = 3 };
 // One weight matrix of a launch: w = scale * code + bias.
 struct Weight {
     const u8 *codes;   // [tile of 16 outputs][64 inputs][lane]: 64, 16 or 32 bytes a lane.
-    const u32 *scales; // [tile][group of inputs][16 outputs]: scale and bias in f16.
+    const u32 *scales; // [tile][group of inputs][16 outputs, 0 8 1 9 ..]: scale and bias in f16.
     const float *bias;
     float *out;
     u32 outputs, width; // Of the tensor that `out` is.
@@ -34,7 +34,7 @@ struct Weights {
 // Prepared activations, and how they are multiplied.
 struct Inputs {
     const u16 *x;        // [row][64 * blocks]
-    const float *scales; // Of each row.
+    const float *scales; // [segment][stride]: of each row, powers of two.
     const float *sums;   // [unit][stride]: of a row's inputs, for codes.
     u32 rows, stride;
     u32 blocks, length; // Blocks of 64 inputs, in all and of a segment.
@@ -69,13 +69,15 @@ template <int PACKING> __device__ __forceinline__ void unpack(const uint4 *packe
     }
 }
 
-// Adds a unit's products of two outputs, whose scales and biases are given, and two rows, the sums of whose inputs are. Sums are in 2^-24.
-template <int PACKING> __device__ __forceinline__ void fold(float (&sum)[4], const float (&products)[4], uint2 scales, float2 inputs) {
+// Adds a unit's products of two outputs, whose scales and biases are given, and two rows, the sums of whose inputs are, or the first of them. Sums are in 2^-24.
+template <int PACKING, bool ONE = false>
+__device__ __forceinline__ void fold(float (&sum)[4], const float (&products)[4], uint2 scales, float2 inputs) {
     float low = widen_f16((u16)scales.x), high = widen_f16((u16)scales.y) * (PACKING == CODES4 ? 0.0625f : 1.0f);
     float low_bias = widen_f16((u16)(scales.x >> 16)), high_bias = widen_f16((u16)(scales.y >> 16));
     sum[0] = fmaf(low, products[0], fmaf(low_bias, inputs.x, sum[0]));
-    sum[1] = fmaf(low, products[1], fmaf(low_bias, inputs.y, sum[1]));
     sum[2] = fmaf(high, products[2], fmaf(high_bias, inputs.x, sum[2]));
+    if (ONE) return;
+    sum[1] = fmaf(low, products[1], fmaf(low_bias, inputs.y, sum[1]));
     sum[3] = fmaf(high, products[3], fmaf(high_bias, inputs.y, sum[3]));
 }
 
@@ -93,14 +95,10 @@ __device__ __forceinline__ const Weight &weight_of(const Weights &weights, u32 &
     return weights.of[index];
 }
 
-// A finished sum. A row's scale is a power of two, so that it does not matter whether the compiler rounds between its product and what is added.
-__device__ __forceinline__ float finished(const Weight &weight, u32 output, float sum, float scale) {
-    float y = sum * scale;
-    return weight.bias ? y + weight.bias[output] : y;
-}
-__device__ __forceinline__ void finish(const Weight &weight, u32 row, u32 output, float sum, float scale, bool add) {
+// What becomes of the sum of all segments.
+__device__ __forceinline__ void finish(const Weight &weight, u32 row, u32 output, float sum, bool add) {
     if (output >= weight.outputs) return;
-    float *out = weight.out + (size_t)row * weight.width + output, y = finished(weight, output, sum, scale);
+    float *out = weight.out + (size_t)row * weight.width + output, y = weight.bias ? sum + weight.bias[output] : sum;
     *out = add ? *out + y : y;
 }
 
@@ -114,14 +112,14 @@ template <int N> struct Int {
 //
 // Shared memory: [warp][DEPTH] stages of codes [block][lane] and their scales; activations [32 inputs][row][32]; sums of units [unit][row]; two turns of sums
 // of segments [segment][row][16 outputs].
-template <int PACKING, int UNIT> __device__ __forceinline__ void few(const Weights &weights, const Inputs &in) {
+template <int PACKING, int UNIT, bool ONE> __device__ __forceinline__ void few(const Weights &weights, const Inputs &in) {
     const bool CODED = Pack<PACKING>::CODED;
     // Blocks of inputs that are fetched and multiplied together.
     const int TOGETHER = 4 / Pack<PACKING>::PIECES, DEPTH = CODED ? 2 : 4;
     const int PIECES = Pack<PACKING>::PIECES, BLOCK = PIECES * 512, UNITS = CODED ? 64 >> UNIT : 0, STAGE = TOGETHER * (BLOCK + UNITS * 64);
     extern __shared__ __align__(128) u8 shared[];
     u32 warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
-    u32 rows = in.rows, blocks = in.blocks, begin = min(warp * in.length, blocks), count = min(in.length, blocks - begin), tiles = weights.tiles[weights.count - 1];
+    u32 rows = ONE ? 1 : in.rows, blocks = in.blocks, begin = min(warp * in.length, blocks), count = min(in.length, blocks - begin), tiles = weights.tiles[weights.count - 1];
     u8 *ring = shared + warp * DEPTH * STAGE + lane * 16, *inputs = shared + SEGMENTS * DEPTH * STAGE;
     float *sums_of_units = (float *)(inputs + rows * blocks * 128), *partial = sums_of_units + rows * blocks * UNITS;
     // The tile that is fetched from, what is left of this warp's share of it, and where; nothing is left after the last tile.
@@ -134,9 +132,10 @@ template <int PACKING, int UNIT> __device__ __forceinline__ void few(const Weigh
         const Weight &weight = weight_of(weights, tile);
         left = count, shift = weight.shift;
         codes = weight.codes + ((size_t)tile * blocks + begin) * BLOCK + lane * 16;
-        if (!CODED) return;
-        scales = (const u8 *)weight.scales + (size_t)tile * group_of(weight, blocks) * 64 + lane % (UNITS * 4) * 16;
-        scale_block = begin + lane / (UNITS * 4);
+        if constexpr (CODED) {
+            scales = (const u8 *)weight.scales + (size_t)tile * group_of(weight, blocks) * 64 + lane % (UNITS * 4) * 16;
+            scale_block = begin + lane / (UNITS * 4);
+        }
     };
     auto fetch = [&]() {
         if (left > 0) {
@@ -145,9 +144,11 @@ template <int PACKING, int UNIT> __device__ __forceinline__ void few(const Weigh
 #pragma unroll
             for (int i = 0; i < TOGETHER * PIECES; i++)
                 if (i / PIECES < number) copy_async(to + i * 512, codes + i * 512);
+            if constexpr (CODED) {
 #pragma unroll
-            for (int i = 0; i < (TOGETHER * UNITS + 7) / 8; i++)
-                if (lane + i * 32 < number * UNITS * 4) copy_async(to + TOGETHER * BLOCK + i * 512, scales + ((scale_block + i * 8 / UNITS) * 64 >> shift) * 64);
+                for (int i = 0; i < (TOGETHER * UNITS + 7) / 8; i++)
+                    if (lane + i * 32 < number * UNITS * 4) copy_async(to + TOGETHER * BLOCK + i * 512, scales + ((scale_block + i * 8 / UNITS) * 64 >> shift) * 64);
+            }
             codes += TOGETHER * BLOCK, scale_block += TOGETHER;
             into = into == (DEPTH - 1) * STAGE ? 0 : into + STAGE;
             left -= number;
@@ -159,21 +160,33 @@ template <int PACKING, int UNIT> __device__ __forceinline__ void few(const Weigh
 #pragma unroll 1
     for (int i = 0; i < DEPTH; i++) fetch();
     wait_for_earlier_kernels();
-    for (u32 i = threadIdx.x; i < rows * blocks * 8; i += 256) {
-        u32 row = i / (blocks * 8), piece = i % (blocks * 8);
-        *(uint4 *)(inputs + ((piece / 4 * rows + row) * 4 + piece % 4) * 16) = load_ahead(in.x + (size_t)i * 8);
+    // Many loads at once: first the activations, then the sums.
+    for (u32 first = threadIdx.x, pieces = rows * blocks * 8, all = pieces + rows * blocks * UNITS; first < all; first += 8 * 256) {
+        uint4 y[8];
+#pragma unroll
+        for (int j = 0; j < 8; j++) {
+            u32 i = first + j * 256, sum = i - pieces;
+            if (i < pieces) y[j] = load_ahead(in.x + (size_t)i * 8);
+            else if (i < all) y[j].x = load_ahead((const u32 *)in.sums + sum / rows * in.stride + sum % rows);
+        }
+#pragma unroll
+        for (int j = 0; j < 8; j++) {
+            u32 i = first + j * 256, row = i / (blocks * 8), piece = i % (blocks * 8);
+            if (i < pieces) *(uint4 *)(inputs + ((piece / 4 * rows + row) * 4 + piece % 4) * 16) = y[j];
+            else if (i < all) ((u32 *)sums_of_units)[i - pieces] = y[j].x;
+        }
     }
-    for (u32 i = threadIdx.x; i < rows * blocks * UNITS; i += 256) sums_of_units[i] = in.sums[i / rows * in.stride + i % rows];
+    float2 row_scales = *(const float2 *)(in.scales + warp * in.stride + 2 * t);
     __syncthreads();
     // Columns of the instruction beyond the last row repeat it.
     const u8 *own = inputs + (begin * 2 * rows + min(g, rows - 1)) * 64 + t * 16;
     const float *own_sums = sums_of_units + begin * UNITS * rows + min(2 * t, rows - 1);
-    u32 pair = 2 * t + 1 < rows, slot = 0, turn = 0;
-    for (u32 index = blockIdx.x; index < tiles; index += gridDim.x, turn ^= 1) {
+    u32 pair = 2 * t + 1 < rows, slot = 0, round = 0;
+    for (u32 index = blockIdx.x; index < tiles; index += gridDim.x, round++) {
         u32 tile = index;
         const Weight &weight = weight_of(weights, tile);
-        // The sum that this thread finishes, and what it is added to.
-        u32 row = threadIdx.x / 16, output = tile * 16 + threadIdx.x % 16;
+        // The sum that this thread finishes, and what it is added to; another warp's turn each time.
+        u32 finished = (threadIdx.x + round * 32) % 256, row = finished / 16, output = tile * 16 + finished % 16;
         bool finishes = row < rows && output < weight.outputs;
         float *out = weight.out + (size_t)row * weight.width + output, before = finishes && in.add ? *out : 0.0f;
         float sums[4] = {};
@@ -182,7 +195,7 @@ template <int PACKING, int UNIT> __device__ __forceinline__ void few(const Weigh
         auto multiply = [&](auto number, u32 first) {
             const int BLOCKS = number.VALUE;
             const u8 *from = ring + slot + first * BLOCK;
-            const u32 *scale = (const u32 *)(ring + slot + TOGETHER * BLOCK - lane * 16 + g * 4) + first * UNITS * 16;
+            const u32 *scale = (const u32 *)(ring + slot + TOGETHER * BLOCK - lane * 16 + g * 8) + first * UNITS * 16;
             uint4 packed[BLOCKS][PIECES], y[BLOCKS][2];
 #pragma unroll
             for (int i = 0; i < BLOCKS * PIECES; i++) packed[i / PIECES][i % PIECES] = *(const uint4 *)(from + i * 512);
@@ -200,7 +213,7 @@ template <int PACKING, int UNIT> __device__ __forceinline__ void few(const Weigh
                     mma<Pack<PACKING>::RAW>(CODED ? products : sums, a[part % 2], part % 2 == 0 ? b.x : b.z, part % 2 == 0 ? b.y : b.w);
                     if (!CODED || !ends(UNIT, part)) continue;
                     int unit = block * UNITS + unit_of(UNIT, part);
-                    fold<PACKING>(sums, products, make_uint2(scale[unit * 16], scale[unit * 16 + 8]), make_float2(unit_sums[0], unit_sums[pair]));
+                    fold<PACKING, ONE>(sums, products, *(const uint2 *)(scale + unit * 16), make_float2(unit_sums[0], ONE ? 0.0f : unit_sums[pair]));
                     unit_sums += rows;
                     products[0] = products[1] = products[2] = products[3] = 0.0f;
                 }
@@ -217,23 +230,23 @@ template <int PACKING, int UNIT> __device__ __forceinline__ void few(const Weigh
             fetch();
             slot = slot == (DEPTH - 1) * STAGE ? 0 : slot + STAGE;
         }
-        float *part = partial + turn * SEGMENTS * rows * 16;
+        float *part = partial + round % 2 * SEGMENTS * rows * 16;
 #pragma unroll
         for (int i = 0; i < 4; i++)
-            if (2 * t + i % 2 < rows) part[(warp * rows + 2 * t + i % 2) * 16 + g + i / 2 * 8] = sums[i];
+            if (2 * t + i % 2 < rows) part[(warp * rows + 2 * t + i % 2) * 16 + g + i / 2 * 8] = sums[i] * (i % 2 ? row_scales.y : row_scales.x);
         // Whoever is past this barrier has taken the other turn's sums.
         __syncthreads();
         if (!finishes) continue;
-        float sum = part[threadIdx.x];
-        for (u32 segment = 1, all = (blocks + in.length - 1) / in.length; segment < all; segment++) sum += part[segment * rows * 16 + threadIdx.x];
-        float y = finished(weight, output, sum, in.scales[row]);
+        float sum = part[finished];
+        for (u32 segment = 1, all = (blocks + in.length - 1) / in.length; segment < all; segment++) sum += part[segment * rows * 16 + finished];
+        float y = weight.bias ? sum + weight.bias[output] : sum;
         *out = in.add ? before + y : y;
     }
 }
-template <int PACKING> __device__ __forceinline__ void few_of(const Weights &weights, const Inputs &in) {
-    if (!Pack<PACKING>::CODED || in.unit == 6) few<PACKING, 6>(weights, in);
-    else if (in.unit == 5) few<PACKING, 5>(weights, in);
-    else few<PACKING, 4>(weights, in);
+template <int PACKING, bool ONE> __device__ __forceinline__ void few_of(const Weights &weights, const Inputs &in) {
+    if (!Pack<PACKING>::CODED || in.unit == 6) few<PACKING, 6, ONE>(weights, in);
+    else if (in.unit == 5) few<PACKING, 5, ONE>(weights, in);
+    else few<PACKING, 4, ONE>(weights, in);
 }
 
 // Up to 8 * NT rows: a block has 16 * MT outputs, a warp one segment of their inputs.
@@ -247,7 +260,7 @@ template <int PACKING, int MT, int NT> __device__ __forceinline__ void narrow(co
     u32 begin = min(warp * in.length, blocks), end = min(begin + in.length, blocks);
     size_t groups = group_of(weight, blocks);
     const uint4 *codes = (const uint4 *)weight.codes + (size_t)tile * blocks * PIECES * 32 + lane;
-    const u32 *scales = weight.scales + (size_t)tile * groups * 16 + g;
+    const u32 *scales = weight.scales + (size_t)tile * groups * 16 + g * 2;
     const u16 *input = in.x + (size_t)g * blocks * 64 + t * 8;
     float sums[MT][NT][4] = {};
     // Two stages of weights: one is multiplied while the other is on its way; and their scales, where there are registers for them.
@@ -255,8 +268,7 @@ template <int PACKING, int MT, int NT> __device__ __forceinline__ void narrow(co
     uint4 packed[2][STAGE][MT][PIECES];
     uint2 factors[2][MT][EARLY ? 4 : 1];
     auto factor = [&](u32 block, int m, int part) {
-        const u32 *pair = scales + (m * groups + group_of(weight, block) + unit_of(in.unit, part)) * 16;
-        return make_uint2(load_ahead(pair), load_ahead(pair + 8));
+        return load_ahead((const uint2 *)(scales + (m * groups + group_of(weight, block) + unit_of(in.unit, part)) * 16));
     };
     auto fetch = [&](auto count, u32 block, int to) {
         const uint4 *from = codes + (size_t)block * PIECES * 32;
@@ -337,7 +349,8 @@ template <int PACKING, int MT, int NT> __device__ __forceinline__ void narrow(co
 #pragma unroll
         for (int n = 0; n < NT; n++)
 #pragma unroll
-            for (int i = 0; i < 4; i++) partial[warp][m * NT + n][(2 * t + i % 2) * 16 + g + i / 2 * 8] = sums[m][n][i];
+            for (int i = 0; i < 4; i++)
+                partial[warp][m * NT + n][(2 * t + i % 2) * 16 + g + i / 2 * 8] = sums[m][n][i] * in.scales[warp * in.stride + n * 8 + 2 * t + i % 2];
     __syncthreads();
     u32 segments = (blocks + in.length - 1) / in.length;
     for (u32 i = threadIdx.x; i < MT * NT * 128; i += blockDim.x) {
@@ -345,7 +358,7 @@ template <int PACKING, int MT, int NT> __device__ __forceinline__ void narrow(co
         if (row >= in.rows) continue;
         float sum = partial[0][part][i % 128];
         for (u32 segment = 1; segment < segments; segment++) sum += partial[segment][part][i % 128];
-        finish(weight, row, output, sum, in.scales[row], in.add);
+        finish(weight, row, output, sum, in.add);
     }
 }
 
@@ -440,9 +453,9 @@ template <int PACKING, int WM, int WN> __device__ __forceinline__ void wide(cons
                     float2 inputs = *(const float2 *)(unit_sums + unit * 128 + (n0 + n) * 8 + 2 * t);
 #pragma unroll
                     for (int m = 0; m < WM; m++) {
-                        const u32 *pair = pairs + ((m0 + m) * units + unit) * 16 + g;
+                        const uint2 pair = *(const uint2 *)(pairs + ((m0 + m) * units + unit) * 16 + g * 2);
                         float(&c)[4] = products[m][n];
-                        fold<PACKING>(sums[m][n], c, make_uint2(pair[0], pair[8]), inputs);
+                        fold<PACKING>(sums[m][n], c, pair, inputs);
                         c[0] = c[1] = c[2] = c[3] = 0.0f;
                     }
                 }
@@ -455,12 +468,16 @@ template <int PACKING, int WM, int WN> __device__ __forceinline__ void wide(cons
         }
         if ((block + 1) % in.length == 0 || block + 1 == blocks) {
             bool start = block < in.length, end = block + 1 == blocks;
+            const float *scales = in.scales + block / in.length * in.stride + first + n0 * 8 + 2 * t;
 #pragma unroll
             for (int m = 0; m < WM; m++)
 #pragma unroll
                 for (int n = 0; n < WN; n++) {
                     float(&c)[4] = sums[m][n];
                     float4 *total = totals + (m * WN + n) * 256;
+                    float2 scale = *(const float2 *)(scales + n * 8);
+                    // Not fused with the sum that follows: no kernel's are.
+                    c[0] = __fmul_rn(c[0], scale.x), c[1] = __fmul_rn(c[1], scale.y), c[2] = __fmul_rn(c[2], scale.x), c[3] = __fmul_rn(c[3], scale.y);
                     if (!start) {
                         float4 x = *total;
                         c[0] = x.x + c[0], c[1] = x.y + c[1], c[2] = x.z + c[2], c[3] = x.w + c[3];
@@ -478,7 +495,7 @@ template <int PACKING, int WM, int WN> __device__ __forceinline__ void wide(cons
 #pragma unroll
             for (int i = 0; i < 4; i++) {
                 u32 row = first + (n0 + n) * 8 + 2 * t + i % 2, output = (tile + m0 + m) * 16 + g + i / 2 * 8;
-                if (row < in.rows) finish(weight, row, output, sums[m][n][i], in.scales[row], in.add);
+                if (row < in.rows) finish(weight, row, output, sums[m][n][i], in.add);
             }
 }
 
@@ -486,7 +503,8 @@ template <int PACKING, int WM, int WN> __device__ __forceinline__ void wide(cons
     extern "C" __global__ void __launch_bounds__(256, BLOCKS) NAME(Weights weights, Inputs in) { BODY(weights, in); }
 #define COMMA ,
 #define PRODUCTS(NAME, PACKING, WM, WN)                      \
-    PRODUCT(NAME##_few, 3, few_of<PACKING>)                        \
+    PRODUCT(NAME##_one, 3, few_of<PACKING COMMA true>)              \
+    PRODUCT(NAME##_few, 3, few_of<PACKING COMMA false>)             \
     PRODUCT(NAME##_narrow8, 2, narrow<PACKING COMMA 1 COMMA 1>)     \
     PRODUCT(NAME##_narrow16, 2, narrow<PACKING COMMA 1 COMMA 2>)    \
     PRODUCT(NAME##_narrow32, 2, narrow<PACKING COMMA 2 COMMA 4>)    \
@@ -520,26 +538,26 @@ extern "C" __global__ void __launch_bounds__(256) exact(const float *weight, con
     }
 }
 
-// What becomes the activations of a product: x itself, its norm, or activation(x) * up; in 16 bits, in rows of `padded` values, a factor for each row, and for
-// codes the sums of its units. The row is kept in shared memory.
+// What becomes the activations of a product: x itself, its norm, or activation(x) * up; in 16 bits, in rows of `padded` values, a factor for each row and
+// segment, and for codes the sums of units. A block has one segment of a row, or for a norm the whole row, whose segments have one factor.
 enum Input { PLAIN = 0, NORMED = 1, GATED = 2 };
-extern "C" __global__ void __launch_bounds__(1024) prepare(const float *x, const float *other, int input, int activation, float eps, u32 width, u32 padded, u32 brain,
-                                                              u32 unit, u16 *to, float *scales, float *sums_of_units, u32 stride) {
-    extern __shared__ __align__(16) float row[];
-    __shared__ float sums[32], maxima[32];
+extern "C" __global__ void __launch_bounds__(1024) prepare(const float *x, const float *other, int input, int activation, float eps, u32 width, u32 padded, u32 length,
+                                                              u32 brain, u32 unit, u16 *to, float *scales, float *sums_of_units, u32 stride) {
+    extern __shared__ __align__(16) float share[];
+    __shared__ float scratch[64];
+    u32 begin = blockIdx.y * length, end = input == NORMED ? padded : min(begin + length, padded), first = begin + threadIdx.x * 4, row = blockIdx.x;
     // A norm's weights are there already.
     bool whole = width % 4 == 0;
-    float4 early = input == NORMED && whole && threadIdx.x * 4 < width ? *(const float4 *)(other + threadIdx.x * 4) : make_float4(0, 0, 0, 0);
+    float4 early = input == NORMED && whole && first < width ? *(const float4 *)(other + first) : make_float4(0, 0, 0, 0);
     wait_for_earlier_kernels();
-    const float *from = x + (size_t)blockIdx.x * width, *second = input == GATED ? other + (size_t)blockIdx.x * width : other;
-    u16 *out = to + (size_t)blockIdx.x * padded;
+    const float *from = x + (size_t)row * width, *second = input == GATED ? other + (size_t)row * width : other;
     float squares = 0.0f, largest = 0.0f;
     // A thread keeps to its own four values of each round, so that nothing but the sums needs a barrier. Rows are padded to whole rounds.
-    for (u32 i = threadIdx.x * 4; i < padded; i += blockDim.x * 4) {
+    for (u32 i = first; i < end; i += blockDim.x * 4) {
         float4 y = make_float4(0, 0, 0, 0), w = y;
         if (whole && i < width) {
             y = *(const float4 *)(from + i);
-            if (input != PLAIN) w = input == NORMED && i == threadIdx.x * 4 ? early : *(const float4 *)(second + i);
+            if (input != PLAIN) w = input == NORMED && i == first ? early : *(const float4 *)(second + i);
         } else {
             for (int j = 0; j < 4; j++)
                 if (i + j < width) (&y.x)[j] = from[i + j], (&w.x)[j] = input != PLAIN ? second[i + j] : 0.0f;
@@ -552,30 +570,29 @@ extern "C" __global__ void __launch_bounds__(1024) prepare(const float *x, const
             y.x *= w.x, y.y *= w.y, y.z *= w.z, y.w *= w.w;
         }
         largest = fmaxf(fmaxf(fmaxf(largest, fabsf(y.x)), fmaxf(fabsf(y.y), fabsf(y.z))), fabsf(y.w));
-        *(float4 *)(row + i) = y;
+        *(float4 *)(share + i - begin) = y;
     }
-    float factor = 1.0f, scale = 1.0f;
-    if (input == NORMED) factor = rsqrtf(block_reduce<Sum>(squares, sums) / width + eps);
+    block_reduce<Sum, Max>(squares, largest, scratch);
+    float factor = input == NORMED ? rsqrtf(squares / width + eps) : 1.0f, scale = 1.0f;
     if (!brain) {
-        largest = block_reduce<Max>(largest, maxima) * factor;
+        largest *= factor;
         // The exponent that brings the largest value into 2^14 .. 2^15; nothing for zeros, and what is not finite stays so.
         int exponent = (int)(__float_as_uint(largest) >> 23) - 127 - 14;
         exponent = largest > 0.0f && largest < INFINITY ? max(exponent, -100) : 0;
-        scale = exp2f((float)exponent);
+        scale = __uint_as_float((u32)(127 + exponent) << 23), factor *= __uint_as_float((u32)(127 - exponent) << 23);
     }
-    factor *= 1.0f / scale;
-    for (u32 i = threadIdx.x * 4; i < padded; i += blockDim.x * 4) {
-        float4 y = *(const float4 *)(row + i);
+    for (u32 i = first; i < end; i += blockDim.x * 4) {
+        float4 y = *(const float4 *)(share + i - begin);
         uint2 z = brain ? make_uint2(narrow2<BF16>(y.x * factor, y.y * factor), narrow2<BF16>(y.z * factor, y.w * factor))
                         : make_uint2(narrow2<F16>(y.x * factor, y.y * factor), narrow2<F16>(y.z * factor, y.w * factor));
-        *(uint2 *)(out + i / 32 * 32 + i % 16 / 4 * 8 + i % 32 / 16 * 4) = z;
+        *(uint2 *)(to + (size_t)row * padded + i / 32 * 32 + i % 16 / 4 * 8 + i % 32 / 16 * 4) = z;
         if (unit == 0) continue;
         // In 2^-24, as the products of codes are; the 4 to 16 threads of a unit are neighbours.
         float sum = (widen_f16((u16)z.x) + widen_f16((u16)(z.x >> 16))) + (widen_f16((u16)z.y) + widen_f16((u16)(z.y >> 16)));
         for (u32 step = 1; step < unit / 4; step *= 2) sum += __shfl_xor_sync(0xffffu << (threadIdx.x & 16), sum, step);
-        if (i % unit == 0) sums_of_units[(size_t)(i / unit) * stride + blockIdx.x] = sum * exp2f(-24.0f);
+        if (i % unit == 0) sums_of_units[(size_t)(i / unit) * stride + row] = sum * exp2f(-24.0f);
     }
-    if (threadIdx.x == 0) scales[blockIdx.x] = unit == 0 ? scale : scale * exp2f(24.0f);
+    if (threadIdx.x < (input == NORMED ? SEGMENTS : 1)) scales[(blockIdx.y + threadIdx.x) * stride + row] = unit == 0 ? scale : scale * exp2f(24.0f);
 }
 
 // Packs raw weights [outputs, inputs] of 16 bits: a thread has one lane's bytes of 64 inputs.
@@ -622,7 +639,7 @@ extern "C" __global__ void pack_scales(const float *scales, const float *biases,
     wait_for_earlier_kernels();
     u32 at = blockIdx.x * blockDim.x + threadIdx.x, tile = blockIdx.y;
     if (at >= padded * 16) return;
-    u32 row = tile * 16 + at % 16, group = at / 16;
+    u32 row = tile * 16 + at % 16 / 2 + at % 2 * 8, group = at / 16;
     bool real = row < outputs && group < groups;
     size_t from = (size_t)row * groups + group;
     u16 scale = real ? narrow_f16(scales[from]) : 0;
@@ -641,7 +658,7 @@ __device__ float weight_at(const Weight &weight, int packing, u32 blocks, u32 ro
     u32 code;
     if (packing == CODES4) code = ((const u32 *)weight.codes)[(base * 32 + lane) * 4 + step] >> (4 * (reg + k % 2 * 4)) & 15;
     else code = weight.codes[((base * 2 + step / 2) * 32 + lane) * 16 + step % 2 * 8 + at];
-    u32 pair = weight.scales[((size_t)tile * group_of(weight, blocks) + (k >> weight.shift)) * 16 + row % 16];
+    u32 pair = weight.scales[((size_t)tile * group_of(weight, blocks) + (k >> weight.shift)) * 16 + row % 8 * 2 + row % 16 / 8];
     return fmaf((float)code, widen_f16((u16)pair), widen_f16((u16)(pair >> 16)));
 }
 
