@@ -82,7 +82,7 @@ fn bound(set: Set, encoding: &Encoding) -> f32 {
         (_, Encoding::Raw(Raw::F32)) | (Set::Cpu(_), Encoding::Raw(_)) => 2e-6,
         // Activations of a quantized product have 16 bits for their group's range.
         (Set::Cpu(_), _) => 1e-4,
-        // Activations have the mantissa of the weights' type: 8 bits, or 11, to which weights are decoded too.
+        // Activations have the mantissa of the weights' type: 8 bits, or 11.
         (Set::Cuda, Encoding::Raw(Raw::Bf16)) => 1e-2,
         (Set::Cuda, _) => 2e-3,
     }

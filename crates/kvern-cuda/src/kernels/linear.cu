@@ -34,7 +34,7 @@ struct Weights {
 // Prepared activations, and how they are multiplied.
 struct Inputs {
     const u16 *x;        // [row][64 * blocks]
-    const float *scales; // [segment][stride]: of each row, powers of two.
+    const float *scales; // [segment][stride]: of each row, powers of two; all 1 for bf16.
     const float *sums;   // [unit][stride]: of a row's inputs, for codes.
     u32 rows, stride;
     u32 blocks, length; // Blocks of 64 inputs, in all and of a segment.
@@ -44,6 +44,7 @@ struct Inputs {
 
 template <int PACKING> struct Pack {
     static const bool CODED = PACKING == CODES4 || PACKING == CODES8;
+    static const bool SCALED = PACKING != BRAIN; // Whether activations are.
     static const int RAW = PACKING == BRAIN ? BF16 : F16;
     static const int PIECES = PACKING == CODES4 ? 1 : PACKING == CODES8 ? 2 : 4; // Of 16 bytes: a lane's share of 64 inputs.
 };
@@ -176,12 +177,12 @@ template <int PACKING, int UNIT, bool ONE> __device__ __forceinline__ void few(c
             else if (i < all) ((u32 *)sums_of_units)[i - pieces] = y[j].x;
         }
     }
-    float2 row_scales = *(const float2 *)(in.scales + warp * in.stride + 2 * t);
+    float2 row_scales = Pack<PACKING>::SCALED ? *(const float2 *)(in.scales + warp * in.stride + 2 * t) : make_float2(1.0f, 1.0f);
     __syncthreads();
     // Columns of the instruction beyond the last row repeat it.
     const u8 *own = inputs + (begin * 2 * rows + min(g, rows - 1)) * 64 + t * 16;
     const float *own_sums = sums_of_units + begin * UNITS * rows + min(2 * t, rows - 1);
-    u32 pair = 2 * t + 1 < rows, slot = 0, round = 0;
+    u32 pair = 2 * t + 1 < rows, slot = 0, round = 0, segments = (blocks + in.length - 1) / in.length;
     for (u32 index = blockIdx.x; index < tiles; index += gridDim.x, round++) {
         u32 tile = index;
         const Weight &weight = weight_of(weights, tile);
@@ -238,7 +239,9 @@ template <int PACKING, int UNIT, bool ONE> __device__ __forceinline__ void few(c
         __syncthreads();
         if (!finishes) continue;
         float sum = part[finished];
-        for (u32 segment = 1, all = (blocks + in.length - 1) / in.length; segment < all; segment++) sum += part[segment * rows * 16 + finished];
+#pragma unroll
+        for (u32 segment = 1; segment < SEGMENTS; segment++)
+            if (segment < segments) sum += part[segment * rows * 16 + finished];
         float y = weight.bias ? sum + weight.bias[output] : sum;
         *out = in.add ? before + y : y;
     }
@@ -350,7 +353,8 @@ template <int PACKING, int MT, int NT> __device__ __forceinline__ void narrow(co
         for (int n = 0; n < NT; n++)
 #pragma unroll
             for (int i = 0; i < 4; i++)
-                partial[warp][m * NT + n][(2 * t + i % 2) * 16 + g + i / 2 * 8] = sums[m][n][i] * in.scales[warp * in.stride + n * 8 + 2 * t + i % 2];
+                partial[warp][m * NT + n][(2 * t + i % 2) * 16 + g + i / 2 * 8] =
+                    sums[m][n][i] * (Pack<PACKING>::SCALED ? in.scales[warp * in.stride + n * 8 + 2 * t + i % 2] : 1.0f);
     __syncthreads();
     u32 segments = (blocks + in.length - 1) / in.length;
     for (u32 i = threadIdx.x; i < MT * NT * 128; i += blockDim.x) {
@@ -475,9 +479,11 @@ template <int PACKING, int WM, int WN> __device__ __forceinline__ void wide(cons
                 for (int n = 0; n < WN; n++) {
                     float(&c)[4] = sums[m][n];
                     float4 *total = totals + (m * WN + n) * 256;
-                    float2 scale = *(const float2 *)(scales + n * 8);
-                    // Not fused with the sum that follows: no kernel's are.
-                    c[0] = __fmul_rn(c[0], scale.x), c[1] = __fmul_rn(c[1], scale.y), c[2] = __fmul_rn(c[2], scale.x), c[3] = __fmul_rn(c[3], scale.y);
+                    if (Pack<PACKING>::SCALED) {
+                        float2 scale = *(const float2 *)(scales + n * 8);
+                        // Not fused with the sum that follows: no kernel's are.
+                        c[0] = __fmul_rn(c[0], scale.x), c[1] = __fmul_rn(c[1], scale.y), c[2] = __fmul_rn(c[2], scale.x), c[3] = __fmul_rn(c[3], scale.y);
+                    }
                     if (!start) {
                         float4 x = *total;
                         c[0] = x.x + c[0], c[1] = x.y + c[1], c[2] = x.z + c[2], c[3] = x.w + c[3];
