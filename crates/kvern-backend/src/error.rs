@@ -1,6 +1,7 @@
 //! What a backend can refuse.
 
 use kvern_base::AllocError;
+use kvern_state::{PageId, Segment, StateSpec, StepPlan};
 
 /// Why a backend could not do something.
 #[derive(Debug, thiserror::Error)]
@@ -49,6 +50,20 @@ pub enum Error {
         /// What would do.
         needs: &'static str,
     },
+    /// A key or value has no code. Rows that share the step have lost nothing: a step that fails has not happened.
+    #[error(
+        "state of row {row} at position {column} in layer {layer} of group {group} is not finite, and cannot be encoded"
+    )]
+    NotFinite {
+        /// The row's index in the batch.
+        row: usize,
+        /// The group.
+        group: usize,
+        /// The layer within the group.
+        layer: usize,
+        /// The row's column.
+        column: usize,
+    },
     /// A token id is outside the embedding table.
     #[error("token {token} is outside the vocabulary of {vocab}")]
     Token {
@@ -60,6 +75,18 @@ pub enum Error {
 }
 
 impl Error {
+    /// [`Error::NotFinite`], for a column of a page that a step encodes late.
+    pub fn not_finite_in(plan: &StepPlan, spec: &StateSpec, page: PageId, layer: usize, column: usize) -> Self {
+        let class = &spec.classes()[page.class];
+        let index = |segment: &Segment| {
+            let table = &segment.columns(class.group)?.table;
+            table.pages().find(|&(_, id)| table.class == page.class && id == page.id).map(|(index, _)| index)
+        };
+        let found = plan.segments.iter().enumerate().find_map(|(row, segment)| Some((row, index(segment)?)));
+        let (row, index) = found.unwrap_or_default();
+        Self::NotFinite { row, group: class.group, layer, column: index * class.columns + column }
+    }
+
     /// Checks one property of an operand.
     ///
     /// # Errors

@@ -3,6 +3,7 @@
 //! Weights are decoded to `f32`. A page is kept in canonical order, and a page that is handed out again is first filled with
 //! bytes that decode to NaN, so that reading a column which was never written shows.
 
+use std::collections::HashMap;
 use std::ops::Range;
 
 use kvern_state::{Class, PageCopy, Plane, StateSpec, StepPlan, Table};
@@ -93,10 +94,10 @@ impl Pages {
         pages[id as usize] = vec![0xFF; self.spec.classes()[class].bytes() as usize];
     }
 
-    fn copy(&mut self, copy: &PageCopy) {
+    fn copy(&mut self, plan: &StepPlan, copy: &PageCopy) -> Result<(), Error> {
         if copy.from.class == copy.to.class {
             self.pages[copy.to.class][copy.to.id as usize] = self.pages[copy.from.class][copy.from.id as usize].clone();
-            return;
+            return Ok(());
         }
         let (layers, planes) = {
             let class = &self.spec.classes()[copy.to.class];
@@ -110,10 +111,13 @@ impl Pages {
             let Plane { heads, dim, codec, .. } = planes[plane];
             for head in 0..heads {
                 let values = self.decode(Part { layer, plane }, &from, column, head);
-                let column = self.get_mut(Part { layer, plane }, &to, column);
-                codec.encode(&values, &mut column[head * codec.bytes(dim)..][..codec.bytes(dim)]);
+                let bytes = self.get_mut(Part { layer, plane }, &to, column);
+                if !codec.encode(&values, &mut bytes[head * codec.bytes(dim)..][..codec.bytes(dim)]) {
+                    return Err(Error::not_finite_in(plan, &self.spec, copy.to, layer, column));
+                }
             }
         }
+        Ok(())
     }
 
     /// The state of one plane: zeros before the first token.
@@ -210,7 +214,7 @@ impl Backend for Reference {
             pages.refresh(page.class, page.id);
         }
         for copy in &plan.copies {
-            pages.copy(copy);
+            pages.copy(&plan, copy)?;
         }
         Ok(plan)
     }
@@ -324,7 +328,7 @@ impl Backend for Reference {
     fn append(&self, step: &StepPlan, pages: &mut Pages, slot: Slot, planes: &[&Tensor]) -> Result<(), Error> {
         let shapes: Vec<_> = planes.iter().map(|plane| (plane.rows(), plane.width)).collect();
         crate::check_append(&pages.spec, slot, step.tokens.len(), &shapes)?;
-        for segment in &step.segments {
+        for (index, segment) in step.segments.iter().enumerate() {
             let columns = crate::columns("append", segment, slot.group)?;
             for (i, row) in segment.writers(columns).enumerate() {
                 for (plane, values) in planes.iter().enumerate() {
@@ -333,7 +337,11 @@ impl Backend for Reference {
                     let column = pages.get_mut(part, &columns.table, columns.past + i);
                     for head in 0..heads {
                         let bytes = codec.bytes(dim);
-                        codec.encode(&values.row(row)[head * dim..][..dim], &mut column[head * bytes..][..bytes]);
+                        let to = &mut column[head * bytes..][..bytes];
+                        if !codec.encode(&values.row(row)[head * dim..][..dim], to) {
+                            let Slot { group, layer } = slot;
+                            return Err(Error::NotFinite { row: index, group, layer, column: columns.past + i });
+                        }
                     }
                 }
             }
@@ -359,17 +367,22 @@ impl Backend for Reference {
         for segment in &step.segments {
             let columns = crate::columns("attend", segment, slot.group)?;
             let part = |plane| Part { layer: slot.layer, plane };
+            // Columns that a query has seen, decoded: (plane, column, head).
+            let mut decoded: HashMap<(usize, usize, usize), Vec<f32>> = HashMap::new();
             for (i, head) in (0..segment.count).flat_map(|i| (0..heads).map(move |head| (i, head))) {
                 let row = segment.start + i;
                 let q = &q.row(row)[head * k_dim..][..k_dim];
                 let visible = segment.visible(columns, group.window, i, step.positions[row] as usize);
                 let seen: Vec<usize> = (0..visible.sinks).chain(visible.start..visible.end).collect();
+                for at in seen.iter().flat_map(|&column| [(0, column, head / share), (1, column, head / share)]) {
+                    let (plane, column, head) = at;
+                    decoded.entry(at).or_insert_with(|| pages.decode(part(plane), &columns.table, column, head));
+                }
+                let value_plane = usize::from(!latent);
                 let score = |&column: &usize| {
-                    let mut key = pages.decode(part(0), &columns.table, column, head / share);
-                    if latent {
-                        key.extend(pages.decode(part(1), &columns.table, column, 0));
-                    }
-                    let dot: f64 = q.iter().zip(&key).map(|(q, k)| f64::from(*q) * f64::from(*k)).sum();
+                    let rest = if latent { decoded[&(1, column, 0)].as_slice() } else { &[] };
+                    let key = decoded[&(0, column, head / share)].iter().chain(rest);
+                    let dot: f64 = q.iter().zip(key).map(|(q, k)| f64::from(*q) * f64::from(*k)).sum();
                     let score = dot * f64::from(scale);
                     softcap.map_or(score, |cap| f64::from(cap) * (score / f64::from(cap)).tanh())
                 };
@@ -381,8 +394,8 @@ impl Backend for Reference {
                 for (&column, score) in seen.iter().zip(&scores) {
                     let weight = (score - max).exp();
                     sum += weight;
-                    let value = pages.decode(part(usize::from(!latent)), &columns.table, column, head / share);
-                    acc.iter_mut().zip(&value).for_each(|(acc, v)| *acc += weight * f64::from(*v));
+                    let value = &decoded[&(value_plane, column, head / share)];
+                    acc.iter_mut().zip(value).for_each(|(acc, v)| *acc += weight * f64::from(*v));
                 }
                 let out = &mut out.row_mut(row)[head * v_dim..][..v_dim];
                 out.iter_mut()

@@ -13,8 +13,9 @@ use std::cell::RefCell;
 
 use kvern_backend::Attention;
 use kvern_base::{Raw, bf16, f16};
-use kvern_state::{Columns, GroupSpec, Kind, Segment, StepPlan, Visible};
+use kvern_state::{Columns, GroupSpec, Kind, Segment, StepPlan, Visible, rotation};
 
+use crate::coded::{Integers, Scores, Values};
 use crate::isa::{Isa, Kernel, LANES, Lane};
 use crate::pages::{Layout, Pages, Plane, with_raw};
 use crate::pool::{Disjoint, Pool};
@@ -89,6 +90,8 @@ impl<'a> Partials<'a> {
 thread_local! {
     /// Memory of a tile in work: queries, scores, two sets of partials. Grows to what a model needs and stays.
     static SCRATCH: RefCell<Vec<f32>> = const { RefCell::new(Vec::new()) };
+    /// The same for encoded state: queries, and the weights of a page.
+    static INTEGERS: RefCell<[Integers; 2]> = RefCell::default();
 }
 
 /// What all tiles of a region share.
@@ -132,6 +135,8 @@ impl<'a> Shared<'a> {
     #[inline(always)]
     fn write<S: Isa>(&self, isa: S, tile: Tile, partials: &mut Partials<'_>) {
         let v_dim = self.v_dim;
+        let layout = self.pages.layout(self.segment(tile).1.table.class);
+        let rotated = layout.planes.get(1).and_then(Plane::coded).is_some_and(|values| values.coding.is_rotated());
         if let Some(sinks) = self.sinks {
             let mut memory = vec![0.0; Partials::len(v_dim)];
             let mut sink = Partials::over(&mut memory);
@@ -149,6 +154,9 @@ impl<'a> Shared<'a> {
             let sum = isa.splat(if partials.sum[i] == 0.0 { 1.0 } else { partials.sum[i] });
             for (out, x) in out.as_chunks_mut().0.iter_mut().zip(partials.out(i, v_dim)) {
                 isa.store(isa.div(isa.load(x), sum), out);
+            }
+            if rotated {
+                rotation::rotate_back(out);
             }
         }
     }
@@ -273,6 +281,8 @@ impl<I: Iterator<Item = usize>> Kernel for Fold<'_, I> {
         let page = layout.columns;
         let (queries, scores, partials) = (TILE * k_dim, TILE * page, Partials::len(v_dim));
         let mut scratch = SCRATCH.take();
+        let mut integers = INTEGERS.take();
+        let [query_integers, weight_integers] = &mut integers;
         scratch.resize(scratch.len().max(queries + scores + 2 * partials), 0.0);
         let (queries, rest) = scratch.split_at_mut(queries);
         let (scores, rest) = rest.split_at_mut(scores);
@@ -287,6 +297,13 @@ impl<I: Iterator<Item = usize>> Kernel for Fold<'_, I> {
             seen[i] = visible;
             let from = &self.shared.q.row(row)[head * k_dim..][..k_dim];
             out.iter_mut().zip(from).for_each(|(out, x)| *out = x * attention.scale);
+        }
+        let coded = [0, 1].map(|plane| layout.planes[plane].coded());
+        if let Some(keys) = coded[0] {
+            if keys.coding.is_rotated() {
+                queries.chunks_exact_mut(k_dim).take(count).for_each(rotation::rotate);
+            }
+            query_integers.set_queries(isa, keys, queries, count);
         }
         let (first, last) = (seen[0].start, seen[count - 1]);
         for stride in self.strides {
@@ -306,12 +323,17 @@ impl<I: Iterator<Item = usize>> Kernel for Fold<'_, I> {
                 let bytes =
                     self.shared.pages.page(columns.table.class, columns.table.id(base / page), attention.slot.layer);
                 let tile = PageTile { layout, bytes, head: self.tile.head };
+                let keys = layout.planes[0];
                 let values = if group.kind == Kind::Latent {
                     tile.latent_scores(isa, queries, count, columns_here, scores);
                     layout.planes[0]
+                } else if let Some(coded) = coded[0] {
+                    let (keys, queries) = ((coded, keys.coded_head(bytes, tile.head)), (&*query_integers, count));
+                    Scores { keys, queries, columns: columns_here, scores: &mut *scores }.compute(isa);
+                    layout.planes[1]
                 } else {
-                    let keys = layout.planes[0];
-                    with_raw!(keys.raw, E => tile.scores::<S, E>(isa, keys, queries, count, columns_here, scores));
+                    let raw = keys.codec.raw();
+                    with_raw!(raw, E => tile.scores::<S, E>(isa, keys, queries, count, columns_here, scores));
                     layout.planes[1]
                 };
                 for i in 0..count {
@@ -320,7 +342,14 @@ impl<I: Iterator<Item = usize>> Kernel for Fold<'_, I> {
                         soften(isa, scores, parts[i], attention.softcap, i, v_dim, &mut fresh);
                     }
                 }
-                with_raw!(values.raw, E => tile.values::<S, E>(isa, values, scores, &ends, count, &mut fresh));
+                if let Some(coded) = coded[1] {
+                    let values = (coded, values.coded_head(bytes, tile.head));
+                    let (ends, integers, out) = (&ends[..count], &mut *weight_integers, &mut *fresh.out);
+                    Values { values, weights: scores, ends, integers, out }.compute(isa);
+                } else {
+                    let raw = values.codec.raw();
+                    with_raw!(raw, E => tile.values::<S, E>(isa, values, scores, &ends, count, &mut fresh));
+                }
             }
             all.merge(isa, v_dim, count, &mut fresh);
         }
@@ -328,6 +357,7 @@ impl<I: Iterator<Item = usize>> Kernel for Fold<'_, I> {
             self.shared.write(isa, self.tile, &mut all);
         }
         SCRATCH.set(scratch);
+        INTEGERS.set(integers);
     }
 }
 
@@ -434,7 +464,7 @@ impl PageTile<'_> {
     fn latent_scores<S: Isa>(&self, isa: S, queries: &[f32], count: usize, columns: usize, scores: &mut [f32]) {
         let (latent, rope) = (self.layout.planes[0], self.layout.planes[1]);
         let dim = latent.dim + rope.dim;
-        with_raw!(latent.raw, E => {
+        with_raw!(latent.codec.raw(), E => {
             let latents = latent.head::<E>(self.bytes, 0).as_chunks::<LANES>().0;
             let ropes = rope.head::<E>(self.bytes, 0).as_chunks::<LANES>().0;
             let (split, rest) = (latent.dim / LANES, rope.dim / LANES);

@@ -244,9 +244,11 @@ impl Backend for Cpu {
     fn append(&self, step: &StepPlan, pages: &mut Pages, slot: Slot, planes: &[&Tensor]) -> Result<(), BackendError> {
         let shapes: Vec<_> = planes.iter().map(|plane| shape(plane)).collect();
         kvern_backend::check_append(pages.spec(), slot, step.tokens.len(), &shapes)?;
-        for segment in &step.segments {
+        for (row, segment) in step.segments.iter().enumerate() {
             let columns = kvern_backend::columns("append", segment, slot.group)?;
-            pages.append(self.set, &self.pool, segment, columns, slot.layer, planes);
+            let Slot { group, layer } = slot;
+            let appended = pages.append(self.set, &self.pool, segment, columns, layer, planes);
+            appended.map_err(|column| BackendError::NotFinite { row, group, layer, column })?;
         }
         Ok(())
     }

@@ -17,6 +17,7 @@
 
 pub mod attention;
 mod backend;
+pub mod coded;
 pub mod elementwise;
 pub mod isa;
 mod limits;

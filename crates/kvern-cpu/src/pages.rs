@@ -3,39 +3,44 @@
 //! ```text
 //! page = [layer][plane]   keys:   [head][panel of 16 columns][dim][16 columns]
 //!                         others: [head][column][dim]
+//!                         codes:  [head], as crate::coded says
 //! ```
 //!
 //! Decode and prefill then share each score's order (the head dimension, ascending) and each output's order (tokens, ascending), while
 //! a tile of queries reuses every key and value it loads. A latent is key and value at once and stays with its values in lanes: its scores
 //! end in one sum over lanes, which its length pays for. A page is allocated when it is first used.
 
+use std::cell::RefCell;
 use std::ops::Range;
+use std::sync::atomic::{AtomicUsize, Ordering};
 
 use kvern_backend::{Error, Part};
 use kvern_base::{AllocError, Buffer, Element, Raw, bf16, f16};
-use kvern_state::{Class, Kind, PageCopy, PageId, Segment, StateSpec, StepPlan, Table};
+use kvern_state::{Class, Codec, Kind, PageCopy, PageId, Scale, Segment, StateSpec, StepPlan, Table};
 
 use crate::attention::STRIDE;
+use crate::coded::Coded;
 use crate::isa::{Isa, Kernel, LANES, Lane};
 use crate::pool::{Disjoint, Pool};
 use crate::{KernelSet, Tensor};
 
-/// Runs an expression with `$E` as the element type that a [`Raw`] names.
+/// Runs an expression with `$E` as the element type that a [`Raw`] names, if there is one.
 macro_rules! with_raw {
     ($raw:expr, $E:ident => $run:expr) => {
         match $raw {
-            Raw::F32 => {
+            Some(Raw::F32) => {
                 type $E = f32;
                 $run
             }
-            Raw::F16 => {
+            Some(Raw::F16) => {
                 type $E = f16;
                 $run
             }
-            Raw::Bf16 => {
+            Some(Raw::Bf16) => {
                 type $E = bf16;
                 $run
             }
+            None => {}
         }
     };
 }
@@ -50,8 +55,8 @@ pub struct Plane {
     pub heads: usize,
     /// Values of one head.
     pub dim: usize,
-    /// Element type.
-    pub raw: Raw,
+    /// How it is stored.
+    pub codec: Codec,
     /// Columns of the page.
     columns: usize,
     /// Whether lanes are columns.
@@ -60,12 +65,32 @@ pub struct Plane {
 
 impl Plane {
     fn bytes(&self) -> usize {
-        self.heads * self.columns * self.dim * self.raw.bytes()
+        self.columns * self.column_bytes()
     }
 
     /// Bytes of one column.
     fn column_bytes(&self) -> usize {
-        self.heads * self.dim * self.raw.bytes()
+        self.heads * self.codec.bytes(self.dim)
+    }
+
+    /// One head's codes, if it has codes.
+    #[inline(always)]
+    pub fn coded(&self) -> Option<Coded> {
+        let Self { dim, columns, panels: keys, .. } = *self;
+        self.codec.coding().map(|coding| Coded { coding, dim, columns, keys })
+    }
+
+    /// Where one head's codes and scales are in a layer's bytes.
+    #[inline(always)]
+    fn coded_range(&self, head: usize) -> Range<usize> {
+        let size = self.columns * self.codec.bytes(self.dim);
+        self.offset + head * size..self.offset + (head + 1) * size
+    }
+
+    /// One head's codes and scales in a layer's bytes.
+    #[inline(always)]
+    pub fn coded_head<'a>(&self, layer: &'a [u8], head: usize) -> &'a [u8] {
+        &layer[self.coded_range(head)]
     }
 
     /// One head's elements, of all columns, in a layer's bytes.
@@ -87,7 +112,36 @@ impl Plane {
     }
 
     /// Copies columns to canonical order, whose bytes need not be aligned.
-    fn export<E: Element>(&self, layer: &[u8], columns: Range<usize>, out: &mut [u8]) {
+    fn export(&self, layer: &[u8], columns: Range<usize>, out: &mut [u8]) {
+        let Some(coded) = self.coded() else {
+            return with_raw!(self.codec.raw(), E => self.export_raw::<E>(layer, columns, out));
+        };
+        let mut codes = vec![0; self.dim];
+        let mut scales = vec![Scale::default(); coded.coding.groups(self.dim)];
+        for (column, out) in columns.zip(out.chunks_exact_mut(self.column_bytes())) {
+            for (head, out) in out.chunks_exact_mut(self.codec.bytes(self.dim)).enumerate() {
+                coded.read(self.coded_head(layer, head), column, &mut codes, &mut scales);
+                coded.coding.write(&codes, &scales, out);
+            }
+        }
+    }
+
+    /// The inverse of [`Self::export`].
+    fn import(&self, layer: &mut [u8], columns: Range<usize>, bytes: &[u8]) {
+        let Some(coded) = self.coded() else {
+            return with_raw!(self.codec.raw(), E => self.import_raw::<E>(layer, columns, bytes));
+        };
+        let mut codes = vec![0; self.dim];
+        let mut scales = vec![Scale::default(); coded.coding.groups(self.dim)];
+        for (column, bytes) in columns.zip(bytes.chunks_exact(self.column_bytes())) {
+            for (head, bytes) in bytes.chunks_exact(self.codec.bytes(self.dim)).enumerate() {
+                coded.coding.read(bytes, &mut codes, &mut scales);
+                coded.write(&mut layer[self.coded_range(head)], column, &codes, &scales);
+            }
+        }
+    }
+
+    fn export_raw<E: Element>(&self, layer: &[u8], columns: Range<usize>, out: &mut [u8]) {
         for head in 0..self.heads {
             let from = self.head::<E>(layer, head);
             for (column, out) in columns.clone().zip(out.chunks_exact_mut(self.column_bytes())) {
@@ -99,8 +153,7 @@ impl Plane {
         }
     }
 
-    /// The inverse of [`Self::export`].
-    fn import<E: Element>(&self, layer: &mut [u8], columns: Range<usize>, bytes: &[u8]) {
+    fn import_raw<E: Element>(&self, layer: &mut [u8], columns: Range<usize>, bytes: &[u8]) {
         for head in 0..self.heads {
             let to = self.head_mut::<E>(layer, head);
             for (column, bytes) in columns.clone().zip(bytes.chunks_exact(self.column_bytes())) {
@@ -113,6 +166,21 @@ impl Plane {
                     .for_each(|(to, x)| *to = bytemuck::pod_read_unaligned(x));
             }
         }
+    }
+
+    /// Finds codes for one column. Gives false when a value is not finite.
+    fn encode(&self, coded: Coded, layer: &mut [u8], column: usize, values: &[f32], scratch: &mut Encoding) -> bool {
+        let Encoding { values: head_values, codes, scales } = scratch;
+        codes.resize(self.dim, 0);
+        scales.resize(coded.coding.groups(self.dim), Scale::default());
+        let mut finite = true;
+        for (head, values) in values.chunks_exact(self.dim).enumerate() {
+            head_values.clear();
+            head_values.extend_from_slice(values);
+            finite &= coded.coding.quantize(head_values, codes, scales);
+            coded.write(&mut layer[self.coded_range(head)], column, codes, scales);
+        }
+        finite
     }
 
     /// Encodes one column.
@@ -156,8 +224,8 @@ impl Layout {
         let (mut planes, mut offset) = (Vec::new(), 0);
         for (index, plane) in class.planes.iter().enumerate() {
             let panels = kind == Kind::Attention && index == 0;
-            let (heads, dim, raw) = (plane.heads, plane.dim, plane.codec.raw());
-            planes.push(Plane { offset, heads, dim, raw, columns: class.columns, panels });
+            let (heads, dim, codec) = (plane.heads, plane.dim, plane.codec);
+            planes.push(Plane { offset, heads, dim, codec, columns: class.columns, panels });
             offset += planes[index].bytes();
         }
         Self { columns: class.columns, planes, layers: class.layers, layer_bytes: offset }
@@ -191,14 +259,20 @@ impl Pages {
             return Err(Error::Unsupported { what: "a page", found, needs: "16 to 512 tokens" });
         }
         for group in spec.groups() {
-            let rows = match group.kind {
-                Kind::Attention => &group.planes[1..],
-                Kind::Latent => &group.planes,
-                Kind::Recurrent => &[],
+            let both = [group.planes(false), group.planes(true)].concat();
+            let in_lanes = |plane: &&kvern_state::Plane| match group.kind {
+                Kind::Attention => plane.name != group.planes[0].name || plane.codec.coding().is_some(),
+                Kind::Latent => true,
+                Kind::Recurrent => false,
             };
-            if let Some(plane) = rows.iter().find(|plane| !plane.dim.is_multiple_of(LANES)) {
-                let found = format!("{} ({})", plane.dim, plane.name);
+            if let Some(plane) = both.iter().filter(in_lanes).find(|plane| !plane.dim.is_multiple_of(LANES)) {
+                let found = format!("{} ({}, {})", plane.dim, plane.name, plane.codec.name());
                 return Err(Error::Unsupported { what: "a dimension", found, needs: "a multiple of 16" });
+            }
+            let coded = |plane: &&kvern_state::Plane| plane.codec.coding().is_some();
+            if let Some(plane) = both.iter().filter(|_| group.kind != Kind::Attention).find(coded) {
+                let found = format!("{} for {} of {} state", plane.codec.name(), plane.name, group.kind.name());
+                return Err(Error::Unsupported { what: "a codec", found, needs: "f32, f16 or bf16 there" });
             }
         }
         let layout = |class: &Class| Layout::new(class, spec.groups()[class.group].kind);
@@ -236,7 +310,7 @@ impl Pages {
             if copy.from.class == copy.to.class {
                 self.copy(copy);
             } else {
-                self.encode(copy)?;
+                self.encode(plan, copy)?;
             }
         }
         Ok(())
@@ -252,7 +326,7 @@ impl Pages {
     }
 
     /// Decodes the columns of a page and encodes them into another class. It happens once in a row's life.
-    fn encode(&mut self, PageCopy { from, to, columns }: &PageCopy) -> Result<(), Error> {
+    fn encode(&mut self, plan: &StepPlan, PageCopy { from, to, columns }: &PageCopy) -> Result<(), Error> {
         let planes = |class: usize| self.spec.classes()[class].planes.clone();
         let (from_planes, to_planes) = (planes(from.class), planes(to.class));
         let table = |page: &PageId| Table { class: page.class, ids: vec![page.id], ..Table::default() };
@@ -264,9 +338,12 @@ impl Pages {
                 let mut values = vec![0.0; decode.dim];
                 let mut encoded = vec![0; columns * encode.column_bytes()];
                 let heads = bytes.chunks_exact(decode.codec.bytes(decode.dim));
-                for (from, to) in heads.zip(encoded.chunks_exact_mut(encode.codec.bytes(encode.dim))) {
-                    decode.codec.decode(from, &mut values);
-                    encode.codec.encode(&values, to);
+                let encoded_heads = encoded.chunks_exact_mut(encode.codec.bytes(encode.dim));
+                for (head, (bytes, out)) in heads.zip(encoded_heads).enumerate() {
+                    decode.codec.decode(bytes, &mut values);
+                    if !encode.codec.encode(&values, out) {
+                        return Err(Error::not_finite_in(plan, &self.spec, *to, layer, head / encode.heads));
+                    }
                 }
                 self.import(None, part, &table(to), 0..*columns, &encoded)?;
             }
@@ -287,7 +364,7 @@ impl Pages {
         parts.map(|page| page.as_mut().map(|page| Disjoint::new(page.bytes_mut()))).collect()
     }
 
-    /// Stores a segment's columns: a tensor for each plane.
+    /// Stores a segment's columns: a tensor for each plane. The error is the first column that has a value without a code.
     pub fn append(
         &mut self,
         set: KernelSet,
@@ -296,13 +373,14 @@ impl Pages {
         columns: &kvern_state::Columns,
         layer: usize,
         planes: &[&Tensor],
-    ) {
+    ) -> Result<(), usize> {
         let class = columns.table.class;
         let layout = self.layouts[class].clone();
         let parts = self.parts(class);
         let (first, last) = (columns.past / layout.columns, (columns.past + columns.count).div_ceil(layout.columns));
         let writer = segment.writers(columns).start;
         let small = columns.count * planes.iter().map(|plane| plane.width()).sum::<usize>() < 1 << 15;
+        let bad = AtomicUsize::new(usize::MAX);
         pool.run(last - first, if small { last } else { 1 }, |range| {
             for page in range.start + first..range.end + first {
                 let Some(Some(part)) = parts.get(columns.table.id(page) as usize) else { continue };
@@ -312,10 +390,18 @@ impl Pages {
                 let to = (columns.past + columns.count).min((page + 1) * layout.columns);
                 for position in from..to {
                     let (row, column) = (writer + position - columns.past, position % layout.columns);
+                    let finite = encode(&layout, bytes, column, planes, row);
+                    if !finite {
+                        bad.fetch_min(position, Ordering::Relaxed);
+                    }
                     set.run(Store { layout: &layout, bytes: &mut *bytes, column, planes, row });
                 }
             }
         });
+        match bad.into_inner() {
+            usize::MAX => Ok(()),
+            position => Err(position),
+        }
     }
 
     /// Copies columns out in canonical order.
@@ -328,7 +414,7 @@ impl Pages {
             let layer = self.page(table.class, table.id(piece.start / layout.columns), part.layer);
             let start = piece.start % layout.columns;
             let columns = start..start + piece.len();
-            with_raw!(plane.raw, E => plane.export::<E>(layer, columns, out));
+            plane.export(layer, columns, out);
             rest = later;
         }
     }
@@ -357,7 +443,7 @@ impl Pages {
                 let start = piece.start % layout.columns;
                 let at = (piece.start - columns.start) * plane.column_bytes();
                 let bytes = &bytes[at..][..piece.len() * plane.column_bytes()];
-                with_raw!(plane.raw, E => plane.import::<E>(layer, start..start + piece.len(), bytes));
+                plane.import(layer, start..start + piece.len(), bytes);
             }
         };
         match pool {
@@ -378,7 +464,33 @@ fn pieces(columns: Range<usize>, page: usize) -> impl Iterator<Item = Range<usiz
     })
 }
 
-/// Encodes one row of each plane's tensor into a layer of its page.
+/// Memory for one head's codes.
+#[derive(Default)]
+struct Encoding {
+    values: Vec<f32>,
+    codes: Vec<u8>,
+    scales: Vec<Scale>,
+}
+
+thread_local! {
+    /// Grows to what a model needs and stays.
+    static ENCODING: RefCell<Encoding> = RefCell::default();
+}
+
+/// Finds codes for one row of each plane's tensor that has codes. This is not a [`Kernel`]: every set stores the same bytes.
+fn encode(layout: &Layout, layer: &mut [u8], column: usize, planes: &[&Tensor], row: usize) -> bool {
+    let mut finite = true;
+    for (plane, values) in layout.planes.iter().zip(planes) {
+        if let Some(coded) = plane.coded() {
+            let mut scratch = ENCODING.take();
+            finite &= plane.encode(coded, layer, column, values.row(row), &mut scratch);
+            ENCODING.set(scratch);
+        }
+    }
+    finite
+}
+
+/// Rounds one row of each plane's tensor that has no codes into a layer of its page.
 struct Store<'a> {
     layout: &'a Layout,
     bytes: &'a mut [u8],
@@ -391,7 +503,7 @@ impl Kernel for Store<'_> {
     #[inline(always)]
     fn run<S: Isa>(self, isa: S) {
         for (plane, values) in self.layout.planes.iter().zip(self.planes) {
-            with_raw!(plane.raw, E => plane.store::<S, E>(isa, self.bytes, self.column, values.row(self.row)));
+            with_raw!(plane.codec.raw(), E => plane.store::<S, E>(isa, self.bytes, self.column, values.row(self.row)));
         }
     }
 }

@@ -142,32 +142,38 @@ impl Kernel for QuantizeRow<'_> {
         for (group, (x, codes)) in x.chunks_exact(2).zip(self.codes.chunks_exact_mut(2)).enumerate() {
             let (a, b) = (isa.load(&x[0]), isa.load(&x[1]));
             let largest = isa.max_lane(isa.max(isa.abs(a), isa.abs(b)));
-            let inverse = if largest > 0.0 { MAX / largest } else { 0.0 };
-            // For the smallest numbers, the inverse overflows; such a group counts as zero.
-            let (inverse, scale) = if inverse.is_finite() { (inverse, largest / MAX) } else { (0.0, 0.0) };
+            let (inverse, scale) = scale(largest);
             let inverse = isa.splat(inverse);
-            let low = Self::split(isa, isa.mul(a, inverse), &mut codes[0]);
-            let high = Self::split(isa, isa.mul(b, inverse), &mut codes[1]);
-            self.sums[2 * group] = low;
-            self.sums[2 * group + 1] = high;
+            // Sixteen codes of up to 2^15 add up exactly in f32.
+            let [first, second] = [(a, 0), (b, 1)].map(|(x, block)| {
+                let [high, low] = split(isa, isa.mul(x, inverse), &mut codes[block]);
+                isa.sum(isa.fma(high, isa.splat(256.0), low)) as i32
+            });
+            self.sums[2 * group] = first;
+            self.sums[2 * group + 1] = second;
             self.scales[group] = scale;
-            self.weighted[group] = scale * (low + high) as f32;
+            self.weighted[group] = scale * (first + second) as f32;
         }
     }
 }
 
-impl QuantizeRow<'_> {
-    /// Splits 16 values into their planes; gives the sum of the codes.
-    #[inline(always)]
-    fn split<S: Isa>(isa: S, x: S::F, planes: &mut Planes) -> i32 {
-        let code = isa.round(x);
-        // Rounds up at a half, so that the low byte lies in -128..=127.
-        let high = isa.floor(isa.fma(code, isa.splat(1.0 / 256.0), isa.splat(0.5)));
-        let low = isa.fma(high, isa.splat(-256.0), code);
-        let [highs, lows] = planes;
-        isa.store_i8(high, bytemuck::must_cast_mut(highs));
-        isa.store_i8(low, bytemuck::must_cast_mut(lows));
-        // Sixteen codes of up to 2^15 add up exactly in f32.
-        isa.sum(code) as i32
-    }
+/// What values of a largest magnitude are multiplied with to become codes, and codes to become values.
+#[inline(always)]
+pub fn scale(largest: f32) -> (f32, f32) {
+    let inverse = if largest > 0.0 { MAX / largest } else { 0.0 };
+    // For the smallest numbers, the inverse overflows; such values count as zero.
+    if inverse.is_finite() { (inverse, largest / MAX) } else { (0.0, 0.0) }
+}
+
+/// Rounds 16 values to codes and splits these into their planes, which it also gives.
+#[inline(always)]
+pub fn split<S: Isa>(isa: S, x: S::F, planes: &mut Planes) -> [S::F; 2] {
+    let code = isa.round(x);
+    // Rounds up at a half, so that the low byte lies in -128..=127.
+    let high = isa.floor(isa.fma(code, isa.splat(1.0 / 256.0), isa.splat(0.5)));
+    let low = isa.fma(high, isa.splat(-256.0), code);
+    let [highs, lows] = planes;
+    isa.store_i8(high, bytemuck::must_cast_mut(highs));
+    isa.store_i8(low, bytemuck::must_cast_mut(lows));
+    [high, low]
 }

@@ -35,7 +35,7 @@ impl Cuda {
     pub(crate) fn matrix(spec: &StateSpec, slot: Slot, heads: usize) -> Option<(Raw, usize)> {
         let group = &spec.groups()[slot.group];
         let [keys, values] = group.planes.as_slice() else { return None };
-        let (raw, dim) = (keys.codec.raw(), keys.dim);
+        let (raw, dim) = (keys.codec.raw()?, keys.dim);
         let alike = values.codec == keys.codec && values.dim == dim && group.late.is_none();
         let served = group.kind == Kind::Attention && matches!(dim, 64 | 128) && heads / group.heads() <= 16;
         (alike && served && spec.page() == 64 && raw != Raw::F32).then_some((raw, dim))

@@ -12,7 +12,7 @@ use std::sync::Mutex;
 
 use kvern_backend::{Error as BackendError, Part};
 use kvern_base::Raw;
-use kvern_state::{Class, Kind, PageId, StateSpec, Table};
+use kvern_state::{Class, Codec, Kind, PageId, StateSpec, Table};
 
 use crate::device::{Argument, Device, Error, Grid, Memory, Pinned, lock};
 
@@ -71,7 +71,7 @@ impl Storage {
             let across = kind == Kind::Attention && index == 1;
             planes.push(Plane {
                 offset: offset as u64,
-                raw: raw(plane.codec.raw()),
+                raw: raw(plane.codec),
                 heads: plane.heads as u32,
                 dim,
                 head_stride: columns * dim,
@@ -126,11 +126,12 @@ impl Storage {
     }
 }
 
-fn raw(raw: Raw) -> u32 {
-    match raw {
-        Raw::F32 => 0,
-        Raw::F16 => 1,
-        Raw::Bf16 => 2,
+/// The number of an element type; [`Pages::new`] has refused what is none.
+fn raw(codec: Codec) -> u32 {
+    match codec.raw() {
+        None | Some(Raw::F32) => 0,
+        Some(Raw::F16) => 1,
+        Some(Raw::Bf16) => 2,
     }
 }
 
@@ -201,6 +202,11 @@ impl Pages {
         if let Some(group) = spec.groups().iter().find(wide) {
             let found = group.key_dim().max(group.value_dim()).to_string();
             return Err(BackendError::Unsupported { what: "a head dimension", found, needs: "at most 1024" });
+        }
+        let coded = |plane: &&kvern_state::Plane| plane.codec.coding().is_some();
+        if let Some(plane) = spec.classes().iter().flat_map(|class| &class.planes).find(coded) {
+            let found = format!("{} for {}", plane.codec.name(), plane.name);
+            return Err(BackendError::Unsupported { what: "a codec", found, needs: "f32, f16 or bf16" });
         }
         let storage = |class: &Class| Storage::new(device, class, spec.groups()[class.group].kind);
         let classes = spec.classes().iter().map(storage).collect::<Result<Vec<_>, _>>()?;

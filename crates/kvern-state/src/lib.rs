@@ -41,7 +41,7 @@ mod slots;
 mod spec;
 
 pub use batch::{Admission, Append, Batch, Refused, Round};
-pub use codec::Codec;
+pub use codec::{Codec, Coding, MIDDLE, Preset, Scale, rotation};
 pub use columns::Read;
 pub use error::Error;
 pub use image::{GroupManifest, Identity, Image, ImageError, Manifest, Piece, PlaneManifest, Stretch};

@@ -9,7 +9,7 @@ use kvern_cpu::{Cpu, CpuOptions};
 use kvern_cuda::{Cuda, CudaOptions};
 use kvern_engine::{Engine, EngineOptions, Event, Finish, Request, RequestId, Sampling};
 use kvern_models::{Info, KvPolicy, LoadOptions, load};
-use kvern_state::{Codec, Image, Limits};
+use kvern_state::{Codec, Image, Limits, Preset};
 use kvern_text::{Message, Text, TextStream};
 use kvern_weights::Checkpoint;
 
@@ -49,14 +49,13 @@ fn step(device: Device) -> (usize, usize) {
     }
 }
 
-/// Codecs of a preset: one name for both sides.
+/// Codecs of keys and values: a [`Preset`]'s, one codec's for both, or `KEYS/VALUES`.
 ///
 /// # Errors
 /// [`Error::Preset`] for a name that is none.
 pub fn kv_preset(name: &str) -> Result<(Codec, Codec), Error> {
-    let codec = Codec::from_name(name);
-    let codec = codec.ok_or_else(|| Error::Preset { asked: name.into(), known: vec!["f32", "f16", "bf16"] })?;
-    Ok((codec, codec))
+    let known = || ["f32", "f16", "bf16"].into_iter().chain(Preset::ALL.map(|preset| preset.name)).collect();
+    Preset::codecs(name).ok_or_else(|| Error::Preset { asked: name.into(), known: known() })
 }
 
 /// Tokens to continue.

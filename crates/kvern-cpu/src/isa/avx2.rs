@@ -35,6 +35,26 @@ macro_rules! both {
     }};
 }
 
+impl Avx2 {
+    /// All bits of byte `i` where bit `i` of a mask is set.
+    #[inline(always)]
+    fn spread(self, mask: u64) -> [__m256i; 2] {
+        // SAFETY: the token proves the feature.
+        unsafe {
+            // Byte i of the result looks at bit i % 8 of mask byte i / 8.
+            let spread = _mm256_setr_epi8(
+                0, 0, 0, 0, 0, 0, 0, 0, 1, 1, 1, 1, 1, 1, 1, 1, 2, 2, 2, 2, 2, 2, 2, 2, 3, 3, 3, 3, 3, 3, 3, 3,
+            );
+            let select = _mm256_set1_epi64x(0x8040_2010_0804_0201u64 as i64);
+            let one = |mask: u64| {
+                let bytes = _mm256_shuffle_epi8(_mm256_set1_epi32(mask as i32), spread);
+                _mm256_cmpeq_epi8(_mm256_and_si256(bytes, select), select)
+            };
+            [one(mask), one(mask >> 32)]
+        }
+    }
+}
+
 impl Isa for Avx2 {
     type F = [__m256; 2];
     type I = [__m256i; 2];
@@ -194,20 +214,34 @@ impl Isa for Avx2 {
     }
     #[inline(always)]
     fn with_bit(self, a: Self::B, mask: u64, bit: u8) -> Self::B {
+        let set = self.spread(mask);
         // SAFETY: the token proves the feature.
-        unsafe {
-            // Byte i of the result looks at bit i % 8 of mask byte i / 8.
-            let spread = _mm256_setr_epi8(
-                0, 0, 0, 0, 0, 0, 0, 0, 1, 1, 1, 1, 1, 1, 1, 1, 2, 2, 2, 2, 2, 2, 2, 2, 3, 3, 3, 3, 3, 3, 3, 3,
-            );
-            let select = _mm256_set1_epi64x(0x8040_2010_0804_0201u64 as i64);
-            let one = |a, mask: u64| {
-                let bytes = _mm256_shuffle_epi8(_mm256_set1_epi32(mask as i32), spread);
-                let set = _mm256_cmpeq_epi8(_mm256_and_si256(bytes, select), select);
-                _mm256_or_si256(a, _mm256_and_si256(set, _mm256_set1_epi8(bit as i8)))
-            };
-            [one(a[0], mask), one(a[1], mask >> 32)]
-        }
+        let one = |a, set| unsafe { _mm256_or_si256(a, _mm256_and_si256(set, _mm256_set1_epi8(bit as i8))) };
+        [one(a[0], set[0]), one(a[1], set[1])]
+    }
+    #[inline(always)]
+    fn table(self, from: &[u8; 16]) -> Self::B {
+        // SAFETY: the token proves the feature; 16 bytes are readable.
+        unsafe { [_mm256_broadcastsi128_si256(_mm_loadu_si128(from.as_ptr().cast())); 2] }
+    }
+    #[inline(always)]
+    fn lookup(self, table: Self::B, codes: Self::B) -> Self::B {
+        both!(_mm256_shuffle_epi8, table, codes)
+    }
+    #[inline(always)]
+    fn select(self, mask: u64, a: Self::B, b: Self::B) -> Self::B {
+        let set = self.spread(mask);
+        // SAFETY: the token proves the feature.
+        unsafe { [_mm256_blendv_epi8(a[0], b[0], set[0]), _mm256_blendv_epi8(a[1], b[1], set[1])] }
+    }
+    #[inline(always)]
+    fn bit(self, a: Self::B, bit: u8) -> u64 {
+        // SAFETY: the token proves the feature.
+        let one = |a| unsafe {
+            let bit = _mm256_set1_epi8(bit as i8);
+            u64::from(_mm256_movemask_epi8(_mm256_cmpeq_epi8(_mm256_and_si256(a, bit), bit)) as u32)
+        };
+        one(a[0]) | one(a[1]) << 32
     }
     #[inline(always)]
     fn dot<const BITS: u32>(self, acc: Self::I, codes: Self::B, x: [i8; 4]) -> Self::I {

@@ -171,6 +171,24 @@ impl Isa for Avx512 {
         unsafe { _mm512_mask_add_epi8(a, mask, a, _mm512_set1_epi8(bit as i8)) }
     }
     #[inline(always)]
+    fn table(self, from: &[u8; 16]) -> Self::B {
+        // SAFETY: the token proves the feature; 16 bytes are readable.
+        unsafe { _mm512_broadcast_i32x4(_mm_loadu_si128(from.as_ptr().cast())) }
+    }
+    #[inline(always)]
+    fn lookup(self, table: Self::B, codes: Self::B) -> Self::B {
+        one!(_mm512_shuffle_epi8(table, codes))
+    }
+    #[inline(always)]
+    fn select(self, mask: u64, a: Self::B, b: Self::B) -> Self::B {
+        one!(_mm512_mask_blend_epi8(mask, a, b))
+    }
+    #[inline(always)]
+    fn bit(self, a: Self::B, bit: u8) -> u64 {
+        // SAFETY: the token proves the feature.
+        unsafe { _mm512_test_epi8_mask(a, _mm512_set1_epi8(bit as i8)) }
+    }
+    #[inline(always)]
     fn dot<const BITS: u32>(self, acc: Self::I, codes: Self::B, x: [i8; 4]) -> Self::I {
         let x = i32::from_le_bytes(x.map(|x| x as u8));
         one!(_mm512_dpbusd_epi32(acc, codes, self.splat_i(x)))

@@ -102,6 +102,14 @@ pub trait Isa: Copy + Send + Sync + 'static {
     fn high(self, a: Self::B) -> Self::B;
     /// Sets `bit` in byte `i` where bit `i` of `mask` is set and the byte's bit is clear.
     fn with_bit(self, a: Self::B, mask: u64, bit: u8) -> Self::B;
+    /// Sixteen bytes, for [`Self::lookup`].
+    fn table(self, from: &[u8; 16]) -> Self::B;
+    /// The entries of a table at codes below 16.
+    fn lookup(self, table: Self::B, codes: Self::B) -> Self::B;
+    /// Byte `i` of `b` where bit `i` of `mask` is set, and of `a` elsewhere.
+    fn select(self, mask: u64, a: Self::B, b: Self::B) -> Self::B;
+    /// Bit `i` is set where byte `i` has `bit`.
+    fn bit(self, a: Self::B, bit: u8) -> u64;
     /// `acc + Σ_j codes[4 lane + j] * x[j]` in each lane: unsigned codes, signed `x`, exact. `BITS` bounds the codes.
     fn dot<const BITS: u32>(self, acc: Self::I, codes: Self::B, x: [i8; 4]) -> Self::I;
 

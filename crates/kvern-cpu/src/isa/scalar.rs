@@ -149,6 +149,22 @@ impl Isa for Scalar {
         std::array::from_fn(|i| a[i] | if mask >> i & 1 == 1 { bit } else { 0 })
     }
     #[inline(always)]
+    fn table(self, from: &[u8; 16]) -> Self::B {
+        std::array::from_fn(|i| from[i % 16])
+    }
+    #[inline(always)]
+    fn lookup(self, table: Self::B, codes: Self::B) -> Self::B {
+        codes.map(|code| table[usize::from(code)])
+    }
+    #[inline(always)]
+    fn select(self, mask: u64, a: Self::B, b: Self::B) -> Self::B {
+        std::array::from_fn(|i| if mask >> i & 1 == 1 { b[i] } else { a[i] })
+    }
+    #[inline(always)]
+    fn bit(self, a: Self::B, bit: u8) -> u64 {
+        a.iter().rev().fold(0, |mask, byte| mask << 1 | u64::from(byte & bit != 0))
+    }
+    #[inline(always)]
     fn dot<const BITS: u32>(self, acc: Self::I, codes: Self::B, x: [i8; 4]) -> Self::I {
         let x = x.map(i32::from);
         std::array::from_fn(|i| {

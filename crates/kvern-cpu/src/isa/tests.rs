@@ -91,6 +91,14 @@ each_set!(bytes_split_and_dot_exactly, isa, {
         let planes = isa.with_bit(isa.with_bit(isa.no_bytes(), mask, 32), !mask, 16);
         let wanted = s.with_bit(s.with_bit([0; 64], mask, 32), !mask, 16);
         assert_eq!(sum(isa.dot::<6>(acc, planes, x)), want(wanted));
+        let table = std::array::from_fn(|i| (250 - i * 7) as u8);
+        let entries = isa.lookup(isa.table(&table), isa.low(v));
+        assert_eq!(sum(isa.dot::<8>(acc, entries, x)), want(s.low(packed).map(|code| table[usize::from(code)])));
+        let chosen = isa.select(mask, v, isa.low(v));
+        assert_eq!(sum(isa.dot::<8>(acc, chosen, x)), want(s.select(mask, packed, s.low(packed))));
+        for bit in [1, 8, 128] {
+            assert_eq!(isa.bit(v, bit), s.bit(packed, bit));
+        }
     }
 });
 
