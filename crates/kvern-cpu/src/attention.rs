@@ -310,7 +310,9 @@ impl<I: Iterator<Item = usize>> Kernel for Fold<'_, I> {
             fresh.clear();
             let end = last.end.min((stride + 1) * STRIDE);
             for base in (stride * STRIDE..end).step_by(page) {
-                if base >= last.sinks && base + page <= first {
+                // Not seen by any query, and perhaps not held.
+                let unseen = |base: usize| base >= last.sinks && base + page <= first;
+                if unseen(base) {
                     continue;
                 }
                 let columns_here = page.min(end - base);
@@ -320,15 +322,23 @@ impl<I: Iterator<Item = usize>> Kernel for Fold<'_, I> {
                     parts[i] = Part::new(seen[i], base, columns_here);
                     ends[i] = parts[i].end;
                 }
-                let bytes =
-                    self.shared.pages.page(columns.table.class, columns.table.id(base / page), attention.slot.layer);
+                let bytes_of = |base: usize| {
+                    let id = columns.table.id(base / page);
+                    self.shared.pages.page(columns.table.class, id, attention.slot.layer)
+                };
+                let bytes = bytes_of(base);
+                // Pages lie apart, so that the processor does not see the next one coming.
+                if base + page < end && !unseen(base + page) {
+                    let next = bytes_of(base + page);
+                    layout.planes.iter().for_each(|plane| isa.prefetch(plane.head_bytes(next, self.tile.head)));
+                }
                 let tile = PageTile { layout, bytes, head: self.tile.head };
                 let keys = layout.planes[0];
                 let values = if group.kind == Kind::Latent {
                     tile.latent_scores(isa, queries, count, columns_here, scores);
                     layout.planes[0]
                 } else if let Some(coded) = coded[0] {
-                    let (keys, queries) = ((coded, keys.coded_head(bytes, tile.head)), (&*query_integers, count));
+                    let (keys, queries) = ((coded, keys.head_bytes(bytes, tile.head)), (&*query_integers, count));
                     Scores { keys, queries, columns: columns_here, scores: &mut *scores }.compute(isa);
                     layout.planes[1]
                 } else {
@@ -343,7 +353,7 @@ impl<I: Iterator<Item = usize>> Kernel for Fold<'_, I> {
                     }
                 }
                 if let Some(coded) = coded[1] {
-                    let values = (coded, values.coded_head(bytes, tile.head));
+                    let values = (coded, values.head_bytes(bytes, tile.head));
                     let (ends, integers, out) = (&ends[..count], &mut *weight_integers, &mut *fresh.out);
                     Values { values, weights: scores, ends, integers, out }.compute(isa);
                 } else {

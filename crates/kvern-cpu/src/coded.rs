@@ -52,6 +52,7 @@ fn parts(bits: u32) -> &'static [(usize, u32)] {
 }
 
 /// Byte and shift of a part of `bits` bits, of a code that is the `index`th of a chunk.
+#[inline(always)]
 fn within_unit(bits: usize, chunk: usize, index: usize) -> (usize, usize) {
     match bits {
         1 => (chunk * 8 + index / 8, index % 8),
@@ -84,15 +85,23 @@ impl Coded {
         )
     }
 
-    /// Byte of the unit of a code, its chunk, and its index there.
-    fn place(self, column: usize, i: usize) -> (usize, usize, usize) {
+    /// Calls `visit(code, byte, shift, bits, first)` for each part of each code of a column: it is bits `first..` of the code, and lies at `shift` of a byte.
+    #[inline(always)]
+    fn places(self, column: usize, mut visit: impl FnMut(usize, usize, usize, usize, u32)) {
         let (block, within) = (column / LANES, column % LANES);
-        let (unit, lane, other) = if self.keys {
-            (block * (self.dim / LANES) + i / LANES, within, i % LANES)
-        } else {
-            (i / LANES * (self.columns / LANES) + block, i % LANES, within)
-        };
-        (unit * self.unit_bytes(), other / 4, lane * 4 + other % 4)
+        for group in 0..self.dim / LANES {
+            let blocks = self.columns / LANES;
+            let unit = if self.keys { block * (self.dim / LANES) + group } else { group * blocks + block };
+            let mut at = unit * self.unit_bytes();
+            for &(bits, first) in parts(self.coding.bits()) {
+                for i in 0..LANES {
+                    let (lane, other) = if self.keys { (within, i) } else { (i, within) };
+                    let (byte, shift) = within_unit(bits, other / 4, lane * 4 + other % 4);
+                    visit(group * LANES + i, at + byte, shift, bits, first);
+                }
+                at += 32 * bits;
+            }
+        }
     }
 
     fn scale_at(self, column: usize, group: usize) -> usize {
@@ -105,16 +114,10 @@ impl Coded {
 
     /// Stores one column in a head's bytes.
     pub fn write(self, bytes: &mut [u8], column: usize, codes: &[u8], scales: &[Scale]) {
-        for (i, &code) in codes.iter().enumerate() {
-            let (mut at, chunk, index) = self.place(column, i);
-            for &(bits, first) in parts(self.coding.bits()) {
-                let (byte, shift) = within_unit(bits, chunk, index);
-                let mask = (0xFFu8 >> (8 - bits)) << shift;
-                let byte = &mut bytes[at + byte];
-                *byte = *byte & !mask | (code >> first) << shift & mask;
-                at += 32 * bits;
-            }
-        }
+        self.places(column, |i, byte, shift, bits, first| {
+            let mask = (0xFFu8 >> (8 - bits)) << shift;
+            bytes[byte] = bytes[byte] & !mask | (codes[i] >> first) << shift & mask;
+        });
         let (first, zeros) = self.offsets();
         let (before, zero_bytes) = bytes.split_at_mut(zeros);
         let stored: &mut [f16] = cast_slice_mut(&mut before[first..]);
@@ -129,15 +132,10 @@ impl Coded {
 
     /// The inverse of [`Self::write`].
     pub fn read(self, bytes: &[u8], column: usize, codes: &mut [u8], scales: &mut [Scale]) {
-        for (i, code) in codes.iter_mut().enumerate() {
-            let (mut at, chunk, index) = self.place(column, i);
-            *code = 0;
-            for &(bits, first) in parts(self.coding.bits()) {
-                let (byte, shift) = within_unit(bits, chunk, index);
-                *code |= (bytes[at + byte] >> shift & 0xFFu8 >> (8 - bits)) << first;
-                at += 32 * bits;
-            }
-        }
+        codes.fill(0);
+        self.places(column, |i, byte, shift, bits, first| {
+            codes[i] |= (bytes[byte] >> shift & 0xFFu8 >> (8 - bits)) << first;
+        });
         let (stored, zeros) = self.scales(bytes);
         for (group, scale) in scales.iter_mut().enumerate() {
             let at = self.scale_at(column, group);
@@ -198,40 +196,38 @@ fn tables<S: Isa, F: Form>(isa: S, levels: &[u8]) -> [S::B; 4] {
     }
 }
 
-/// The levels of a unit's four chunks.
+/// The levels of a chunk of a unit. Loops over chunks are unrolled, so what chunks share is loaded once.
 #[inline(always)]
-fn chunks<S: Isa, F: Form>(isa: S, tables: &[S::B; 4], unit: &[u8]) -> [S::B; 4] {
-    let (pieces, _) = unit.as_chunks::<64>();
-    let mask = |at: usize| u64::from_le_bytes(unit.as_chunks::<8>().0[at]);
+fn levels<S: Isa, F: Form>(isa: S, tables: &[S::B; 4], unit: &[u8], chunk: usize) -> S::B {
+    let pieces = unit.as_chunks::<64>().0;
+    let masks = unit.as_chunks::<8>().0;
     if F::BITS == 8 {
-        return std::array::from_fn(|i| isa.bytes(&pieces[i]));
+        return isa.bytes(&pieces[chunk]);
     }
     if F::BITS < 4 {
         let piece = isa.bytes(&pieces[0]);
-        let halves = [isa.low(piece), isa.high(piece)];
-        return std::array::from_fn(|i| {
-            let (half, table) = (halves[i / 2], i % 2 * 2);
-            let level = isa.lookup(tables[table], half);
-            if F::BITS == 2 { level } else { isa.select(mask(8 + i), level, isa.lookup(tables[table + 1], half)) }
-        });
+        let (half, table) = (if chunk < 2 { isa.low(piece) } else { isa.high(piece) }, chunk % 2 * 2);
+        let level = isa.lookup(tables[table], half);
+        if F::BITS == 2 {
+            return level;
+        }
+        return isa.select(u64::from_le_bytes(masks[8 + chunk]), level, isa.lookup(tables[table + 1], half));
     }
-    let (first, second) = (isa.bytes(&pieces[0]), isa.bytes(&pieces[1]));
-    let low = [isa.low(first), isa.high(first), isa.low(second), isa.high(second)];
+    let piece = isa.bytes(&pieces[chunk / 2]);
+    let low = if chunk % 2 == 0 { isa.low(piece) } else { isa.high(piece) };
     if F::ZEROS {
         return low;
     }
+    let level = isa.lookup(tables[0], low);
     match F::BITS {
-        4 => low.map(|low| isa.lookup(tables[0], low)),
-        5 => std::array::from_fn(|i| {
-            isa.select(mask(16 + i), isa.lookup(tables[0], low[i]), isa.lookup(tables[1], low[i]))
-        }),
+        4 => level,
+        5 => isa.select(u64::from_le_bytes(masks[16 + chunk]), level, isa.lookup(tables[1], low)),
         _ => {
             let upper = isa.bytes(&pieces[2]);
-            std::array::from_fn(|i| {
-                let (one, two) = (isa.bit(upper, 1 << (2 * i)), isa.bit(upper, 2 << (2 * i)));
-                let level = |table: usize| isa.lookup(tables[table], low[i]);
-                isa.select(two, isa.select(one, level(0), level(1)), isa.select(one, level(2), level(3)))
-            })
+            let (one, two) = (isa.bit(upper, 1 << (2 * chunk)), isa.bit(upper, 2 << (2 * chunk)));
+            let below = isa.select(one, level, isa.lookup(tables[1], low));
+            let above = isa.select(one, isa.lookup(tables[2], low), isa.lookup(tables[3], low));
+            isa.select(two, below, above)
         }
     }
 }
@@ -406,12 +402,13 @@ impl<F: Form> Kernel for Formed<Scores<'_>, F> {
                         }
                         let of_group = group * per_group..units.min((group + 1) * per_group);
                         for unit in of_group {
-                            let chunks = chunks::<S, F>(isa, &tables, &codes[unit * unit_bytes..][..unit_bytes]);
-                            for i in 0..$n {
-                                let planes = &queries.planes[(first + i) * units + unit];
-                                for j in 0..4 {
-                                    high[i] = isa.dot_levels::<F>(high[i], chunks[j], planes[0][j]);
-                                    low[i] = isa.dot_levels::<F>(low[i], chunks[j], planes[1][j]);
+                            let codes = &codes[unit * unit_bytes..][..unit_bytes];
+                            for j in 0..4 {
+                                let levels = levels::<S, F>(isa, &tables, codes, j);
+                                for i in 0..$n {
+                                    let planes = &queries.planes[(first + i) * units + unit];
+                                    high[i] = isa.dot_levels::<F>(high[i], levels, planes[0][j]);
+                                    low[i] = isa.dot_levels::<F>(low[i], levels, planes[1][j]);
                                 }
                             }
                         }
@@ -491,12 +488,13 @@ impl<F: Form> Kernel for Formed<Values<'_>, F> {
                             (high[i], low[i]) = (isa.splat_i(-F::MIDDLE * a), isa.splat_i(-F::MIDDLE * b));
                         }
                         for block in 0..end.div_ceil(LANES) {
-                            let chunks = chunks::<S, F>(isa, &tables, &codes[block * unit_bytes..][..unit_bytes]);
-                            for i in 0..$n {
-                                let planes = &integers.planes[(first + i) * blocks + block];
-                                for j in 0..4 {
-                                    high[i] = isa.dot_levels::<F>(high[i], chunks[j], planes[0][j]);
-                                    low[i] = isa.dot_levels::<F>(low[i], chunks[j], planes[1][j]);
+                            let codes = &codes[block * unit_bytes..][..unit_bytes];
+                            for j in 0..4 {
+                                let levels = levels::<S, F>(isa, &tables, codes, j);
+                                for i in 0..$n {
+                                    let planes = &integers.planes[(first + i) * blocks + block];
+                                    high[i] = isa.dot_levels::<F>(high[i], levels, planes[0][j]);
+                                    low[i] = isa.dot_levels::<F>(low[i], levels, planes[1][j]);
                                 }
                             }
                         }

@@ -80,17 +80,17 @@ impl Plane {
         self.codec.coding().map(|coding| Coded { coding, dim, columns, keys })
     }
 
-    /// Where one head's codes and scales are in a layer's bytes.
+    /// Where one head is in a layer's bytes.
     #[inline(always)]
-    fn coded_range(&self, head: usize) -> Range<usize> {
-        let size = self.columns * self.codec.bytes(self.dim);
+    fn head_range(&self, head: usize) -> Range<usize> {
+        let (size, head) = (self.columns * self.codec.bytes(self.dim), head % self.heads);
         self.offset + head * size..self.offset + (head + 1) * size
     }
 
-    /// One head's codes and scales in a layer's bytes.
+    /// One head's part of a layer's bytes.
     #[inline(always)]
-    pub fn coded_head<'a>(&self, layer: &'a [u8], head: usize) -> &'a [u8] {
-        &layer[self.coded_range(head)]
+    pub fn head_bytes<'a>(&self, layer: &'a [u8], head: usize) -> &'a [u8] {
+        &layer[self.head_range(head)]
     }
 
     /// One head's elements, of all columns, in a layer's bytes.
@@ -120,7 +120,7 @@ impl Plane {
         let mut scales = vec![Scale::default(); coded.coding.groups(self.dim)];
         for (column, out) in columns.zip(out.chunks_exact_mut(self.column_bytes())) {
             for (head, out) in out.chunks_exact_mut(self.codec.bytes(self.dim)).enumerate() {
-                coded.read(self.coded_head(layer, head), column, &mut codes, &mut scales);
+                coded.read(self.head_bytes(layer, head), column, &mut codes, &mut scales);
                 coded.coding.write(&codes, &scales, out);
             }
         }
@@ -136,7 +136,7 @@ impl Plane {
         for (column, bytes) in columns.zip(bytes.chunks_exact(self.column_bytes())) {
             for (head, bytes) in bytes.chunks_exact(self.codec.bytes(self.dim)).enumerate() {
                 coded.coding.read(bytes, &mut codes, &mut scales);
-                coded.write(&mut layer[self.coded_range(head)], column, &codes, &scales);
+                coded.write(&mut layer[self.head_range(head)], column, &codes, &scales);
             }
         }
     }
@@ -178,7 +178,7 @@ impl Plane {
             head_values.clear();
             head_values.extend_from_slice(values);
             finite &= coded.coding.quantize(head_values, codes, scales);
-            coded.write(&mut layer[self.coded_range(head)], column, codes, scales);
+            coded.write(&mut layer[self.head_range(head)], column, codes, scales);
         }
         finite
     }

@@ -80,6 +80,15 @@ pub enum Finish {
     Stop,
     /// The token limit or the context was reached.
     Length,
+    /// A key or value of the request was not finite, so that its codec has no code for it. Others go on.
+    NotFinite {
+        /// The group of layers.
+        group: usize,
+        /// The layer within the group.
+        layer: usize,
+        /// The column.
+        column: usize,
+    },
 }
 
 /// What a step did for one request.
@@ -398,8 +407,20 @@ impl Engine {
             }
         };
         let plan = append.plan(&inputs.tokens, &inputs.outputs)?;
-        self.executor.run(StepPlan { draws: inputs.draws, pending: inputs.pending, ..plan })?;
-        append.commit();
+        match self.executor.run(StepPlan { draws: inputs.draws, pending: inputs.pending, ..plan }) {
+            Ok(()) => append.commit(),
+            // The step has not happened; the others take it without this row.
+            Err(Error::NotFinite { row, group, layer, column }) => {
+                drop(append);
+                let (id, cached) = (self.running[row].id, self.running[row].cached);
+                let finish = Some(Finish::NotFinite { group, layer, column });
+                self.events.push(Event { id, token: None, finish, cached });
+                let keep: Vec<usize> = (0..self.running.len()).filter(|&other| other != row).collect();
+                self.retain(&keep);
+                return self.begin_step();
+            }
+            Err(error) => return Err(error),
+        }
         self.flights.push_back(flight);
         let snapshots = self.needs_snapshots();
         for (row, (&count, awaits)) in counts.iter().zip(awaits).enumerate() {

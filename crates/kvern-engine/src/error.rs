@@ -5,10 +5,24 @@
 pub enum Error {
     /// The model.
     #[error(transparent)]
-    Model(#[from] kvern_models::Error),
+    Model(kvern_models::Error),
     /// The backend.
     #[error(transparent)]
-    Backend(#[from] kvern_backend::Error),
+    Backend(kvern_backend::Error),
+    /// A key or value of a row is not finite, and its codec has no code for it.
+    #[error(
+        "state of row {row} at position {column} in layer {layer} of group {group} is not finite, and cannot be encoded; the --kv presets f32, f16 and bf16 store what is"
+    )]
+    NotFinite {
+        /// The row's index among those of a step.
+        row: usize,
+        /// The group of layers.
+        group: usize,
+        /// The layer within the group.
+        layer: usize,
+        /// The column.
+        column: usize,
+    },
     /// The state layer.
     #[error(transparent)]
     State(#[from] kvern_state::Error),
@@ -62,4 +76,24 @@ pub enum Error {
         /// Its value.
         found: f32,
     },
+}
+
+impl From<kvern_backend::Error> for Error {
+    fn from(error: kvern_backend::Error) -> Self {
+        match error {
+            kvern_backend::Error::NotFinite { row, group, layer, column } => {
+                Self::NotFinite { row, group, layer, column }
+            }
+            error => Self::Backend(error),
+        }
+    }
+}
+
+impl From<kvern_models::Error> for Error {
+    fn from(error: kvern_models::Error) -> Self {
+        match error {
+            kvern_models::Error::Backend(error) => error.into(),
+            error => Self::Model(error),
+        }
+    }
 }

@@ -4,12 +4,13 @@ mod failing;
 #[path = "../../../tests/support/subjects.rs"]
 mod subjects;
 
+use std::fs;
 use std::path::PathBuf;
 
 use kvern_backend::{Backend, freeze};
 use kvern_engine::{Engine, EngineOptions, Error, Event, Finish, Request, RequestId, Sampling};
 use kvern_models::{KvPolicy, LoadOptions, load};
-use kvern_state::{Batch, Codec, Demand, Identity, Limits, Pool, Tier};
+use kvern_state::{Batch, Codec, Demand, Identity, Limits, Pool, Preset, Tier};
 use kvern_weights::Checkpoint;
 use subjects::{Set, on, sets};
 
@@ -40,16 +41,73 @@ impl Setup {
 }
 
 /// The model's own codec, others, one that begins late, and one that spares the first and the last layer.
-fn policies() -> [KvPolicy; 5] {
+fn policies() -> Vec<KvPolicy> {
     let all = |codec| KvPolicy { codecs: Some((codec, codec)), ..KvPolicy::default() };
     let edges = Some((1, (Codec::F32, Codec::F16)));
-    [
+    let raw = [
         KvPolicy::default(),
         all(Codec::Bf16),
         all(Codec::F32),
         KvPolicy { start: Some(41), ..all(Codec::Bf16) },
         KvPolicy { edges, ..all(Codec::Bf16) },
-    ]
+    ];
+    // Codes of every number of bits, which only CPUs have.
+    let codes = ["q8", "k8v4", "k5v4", "k4v3", "turbo6/turbo2", "q4-rotated/turbo8"].map(Preset::codecs);
+    let coded = codes.into_iter().enumerate().map(|(index, codecs)| match index % 3 {
+        0 => KvPolicy { codecs, start: Some(41), edges: None },
+        1 => KvPolicy { codecs, start: None, edges: Some((1, (Codec::F16, Codec::Bf16))) },
+        _ => KvPolicy { codecs, start: None, edges: None },
+    });
+    raw.into_iter().chain(coded.filter(|_| !sets().iter().any(|set| matches!(set, Set::Cuda)))).collect()
+}
+
+#[test]
+fn a_request_whose_state_has_no_code_ends_and_others_do_not_notice() {
+    // The embedding of one token becomes infinite.
+    const BAD: u32 = 77;
+    let directory = tempfile::tempdir().unwrap();
+    for entry in fs::read_dir(fixture("llama")).unwrap() {
+        let path = entry.unwrap().path();
+        fs::copy(&path, directory.path().join(path.file_name().unwrap())).unwrap();
+    }
+    let file = directory.path().join("model.safetensors");
+    let mut bytes = fs::read(&file).unwrap();
+    let header = u64::from_le_bytes(bytes[..8].try_into().unwrap()) as usize;
+    let text = String::from_utf8(bytes[8..8 + header].to_vec()).unwrap();
+    let table = &text[text.find("\"model.embed_tokens.weight\"").unwrap()..];
+    let number = |after: &str| -> usize {
+        let rest = &table[table.find(after).unwrap() + after.len()..];
+        rest[..rest.find(|c: char| !c.is_ascii_digit()).unwrap()].parse().unwrap()
+    };
+    assert!(table[..60].contains("\"F16\""), "{}", &table[..60]);
+    let width = table[table.find("\"shape\":[").unwrap()..].split([',', ']']).nth(1).unwrap().parse::<usize>().unwrap();
+    let row = 8 + header + number("\"data_offsets\":[") + BAD as usize * width * 2;
+    // Infinity in f16.
+    bytes[row..row + 2].copy_from_slice(&0x7C00u16.to_le_bytes());
+    fs::write(&file, bytes).unwrap();
+
+    for (name, set) in ["q8", "k4v3"].into_iter().flat_map(|name| sets().into_iter().map(move |set| (name, set))) {
+        let Set::Cpu(set) = set else { continue };
+        let options = LoadOptions {
+            kv: KvPolicy { codecs: Preset::codecs(name), ..KvPolicy::default() },
+            page: 16,
+            ..LoadOptions::default()
+        };
+        let engine = || {
+            let backend = subjects::cpu(set, 2, false);
+            let model = load(&backend, Checkpoint::open(directory.path()).unwrap(), &options).unwrap();
+            Engine::new(backend, model, EngineOptions { max_rows: 4, ..EngineOptions::default() }).unwrap()
+        };
+        let good = |at: u32| Request::new((0..30).map(|i| (i * 5 + at) % 70).collect(), 12);
+        let bad = Request::new((0..20).map(|i| if i == 13 { BAD } else { i }).collect(), 12);
+        let want = run(&mut engine(), vec![good(1), good(2)]);
+        let mut mixed = engine();
+        let got = run(&mut mixed, vec![good(1), bad, good(2)]);
+        let end = Finish::NotFinite { group: 0, layer: 0, column: 13 };
+        assert_eq!(got[1].iter().map(|event| event.finish).collect::<Vec<_>>(), [Some(end)], "{name}");
+        assert_eq!((bits(&got[0]), bits(&got[2])), (bits(&want[0]), bits(&want[1])));
+        assert_eq!(residue(&mut mixed), (0, 0));
+    }
 }
 
 fn engine(setup: &Setup, state_memory: u64) -> Engine {

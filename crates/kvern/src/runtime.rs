@@ -299,6 +299,9 @@ impl Runtime {
                     out.tokens.push(token.id);
                     out.logprobs.push(token.logprob);
                 }
+                if let Some(Finish::NotFinite { group, layer, column }) = finish {
+                    return Err(kvern_engine::Error::NotFinite { row: 0, group, layer, column }.into());
+                }
                 out.finish = finish.unwrap_or(out.finish);
             }
             if stream.stopped() {

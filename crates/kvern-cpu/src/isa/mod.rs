@@ -113,7 +113,11 @@ pub trait Isa: Copy + Send + Sync + 'static {
     /// `acc + Σ_j codes[4 lane + j] * x[j]` in each lane: unsigned codes, signed `x`, exact. `BITS` bounds the codes.
     fn dot<const BITS: u32>(self, acc: Self::I, codes: Self::B, x: [i8; 4]) -> Self::I;
 
-    /// Sum of the lanes, as a pairwise tree.
+    /// Asks for bytes that are read soon, where the set has an instruction for that.
+    #[inline(always)]
+    fn prefetch(self, _bytes: &[u8]) {}
+
+    /// Sum of the lanes, as a pairwise tree: halves, then their halves.
     #[inline(always)]
     fn sum(self, a: Self::F) -> f32 {
         let mut lanes = [0.0; LANES];
@@ -128,7 +132,7 @@ pub trait Isa: Copy + Send + Sync + 'static {
         lanes[0]
     }
 
-    /// The largest lane.
+    /// The largest lane; any number where one is NaN.
     #[inline(always)]
     fn max_lane(self, a: Self::F) -> f32 {
         let mut lanes = [0.0; LANES];

@@ -55,7 +55,7 @@ pub fn quantize(bits: u32, values: &[f32], codes: &mut [u8]) -> Scale {
     let (offset, step) = (zero.to_f32(), scale.to_f32());
     let inverse = if step > 0.0 { 1.0 / step } else { 0.0 };
     for (code, &x) in codes.iter_mut().zip(values) {
-        *code = ((x - offset) * inverse).round_ties_even().min(most) as u8;
+        *code = ((x - offset) * inverse + 0.5).min(most) as u8;
     }
     Scale { scale, zero }
 }

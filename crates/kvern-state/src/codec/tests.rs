@@ -97,14 +97,16 @@ fn codebooks_are_those_of_the_normal_distribution() {
 
 #[test]
 fn normal_values_lose_what_the_method_promises() {
-    for (bits, want) in [(2, 0.11748), (3, 0.03455), (4, 0.009501), (5, 0.002505)] {
+    for (bits, want) in [(2, 0.11748), (3, 0.03455), (4, 0.009501), (5, 0.002505), (6, 0.000_68), (8, 0.000_095)] {
+        let error = turbo::codebook(bits).error();
+        assert!(bits > 5 || (error / want - 1.0).abs() < 0.02, "{bits} bits: {error}, not {want}");
         for rotated in [false, true] {
             let error = mean_error(Coding::turbo(bits).rotated(rotated), 512);
-            assert!((error / want - 1.0).abs() < 0.02, "turbo{bits}: {error}, not {want}");
+            assert!(error < want && error > 0.8 * want, "turbo{bits}: {error}, not a little below {want}");
         }
     }
-    assert!(mean_error(Coding::turbo(6), 512) < 0.000_68);
-    assert!(mean_error(Coding::turbo(8), 512) < 0.000_095);
+    // Small heads gain the most from a deviation of their own.
+    assert!(mean_error(Coding::turbo(4), 64) < 0.0075);
 }
 
 #[test]
@@ -197,4 +199,29 @@ fn a_rotation_keeps_products_and_is_undone() {
     x[5] = 8.0;
     rotation::rotate(&mut x);
     assert!(x.iter().all(|x| x.abs() == 1.0));
+}
+
+/// Levels and columns as numpy decodes them (`tools/oracle/codecs.py`).
+#[test]
+fn numpy_decodes_the_same_bits() {
+    let file = concat!(env!("CARGO_MANIFEST_DIR"), "/../../tests/fixtures/codecs.json");
+    let oracle: serde_json::Value = serde_json::from_slice(&std::fs::read(file).unwrap()).unwrap();
+    for (bits, want) in oracle["levels"].as_object().unwrap() {
+        let levels = turbo::codebook(bits.parse().unwrap()).levels.iter().map(|&level| i32::from(level) - MIDDLE);
+        let want: Vec<i32> = want.as_array().unwrap().iter().map(|level| level.as_i64().unwrap() as i32).collect();
+        assert_eq!(levels.collect::<Vec<_>>(), want, "{bits} bits");
+    }
+    let bytes = |value: &serde_json::Value| -> Vec<u8> {
+        let digits = value.as_str().unwrap();
+        (0..digits.len() / 2).map(|i| u8::from_str_radix(&digits[2 * i..][..2], 16).unwrap()).collect()
+    };
+    let cases = oracle["cases"].as_array().unwrap();
+    assert_eq!(cases.len(), 2 * 2 * 8);
+    for case in cases {
+        let codec = Codec::from_name(case["codec"].as_str().unwrap()).unwrap();
+        let want: Vec<u32> = bytes(&case["values"]).as_chunks().0.iter().map(|x| u32::from_le_bytes(*x)).collect();
+        let mut values = vec![0.0; want.len()];
+        codec.decode(&bytes(&case["bytes"]), &mut values);
+        assert_eq!(values.iter().map(|x| x.to_bits()).collect::<Vec<_>>(), want, "{}, {}", codec.name(), want.len());
+    }
 }

@@ -4,15 +4,15 @@ use std::collections::BTreeMap;
 use std::path::Path;
 
 use kvern::{Cache, Codec, Error};
-use kvern_state::{GroupSpec, Image, Kind, StateSpec};
+use kvern_state::{GroupSpec, Image, Kind, Preset, StateSpec};
 use kvern_weights::Checkpoint;
 use serde_json::{Value, json};
 
 use crate::cli::RunArgs;
 use crate::output::{load_for, print, print_json};
 
-/// Presets that the table compares.
-const PRESETS: [Codec; 3] = [Codec::F32, Codec::Bf16, Codec::F16];
+/// Raw codecs of both sides, which are presets too.
+const RAW: [Codec; 3] = [Codec::F32, Codec::Bf16, Codec::F16];
 
 fn mib(bytes: u64) -> f64 {
     bytes as f64 / f64::from(1 << 20)
@@ -34,15 +34,19 @@ pub fn run(model: &str, run: &RunArgs) -> Result<(), Error> {
     let info = runtime.info();
     let budget = runtime.engine.usage().budget;
     let groups: Vec<Value> = info.spec.groups().iter().map(group_json).collect();
-    let presets = PRESETS.iter().map(|&codec| {
-        let spec =
-            StateSpec::new(info.spec.page(), info.spec.groups().iter().map(|group| with_codec(group, codec)).collect());
+    let raw = RAW.into_iter().map(|codec| (codec.name(), (codec, codec)));
+    let coded = Preset::ALL.into_iter().map(|preset| (preset.name.to_owned(), (preset.keys, preset.values)));
+    // Only attention has codes.
+    let plain = info.spec.groups().iter().all(|group| group.kind != Kind::Latent);
+    let presets = raw.chain(coded.filter(|_| plain)).map(|(name, codecs)| {
+        let groups = info.spec.groups().iter().map(|group| with_codecs(group, codecs)).collect();
+        let spec = StateSpec::new(info.spec.page(), groups);
         let spec = spec.as_ref().unwrap_or(&info.spec);
         // What each further token costs: a window's tokens take the place of others, a recurrent state is one.
         let growing =
             spec.classes().iter().filter(|class| class.columns > 1 && spec.groups()[class.group].window.is_none());
         let bytes: u64 = growing.map(|class| class.bytes() / class.columns as u64).sum();
-        (codec.name(), bytes, spec.row_bytes(info.context), spec.tokens_in(budget, 1 << 40))
+        (name, bytes, spec.row_bytes(info.context), spec.tokens_in(budget, 1 << 40))
     });
     let presets: Vec<_> = presets.collect();
     let report = json!({
@@ -100,11 +104,13 @@ pub fn run(model: &str, run: &RunArgs) -> Result<(), Error> {
     print(&text)
 }
 
-/// A group with keys and values in another codec.
-fn with_codec(group: &GroupSpec, codec: Codec) -> GroupSpec {
+/// A group with keys and values in other codecs.
+fn with_codecs(group: &GroupSpec, (keys, values): (Codec, Codec)) -> GroupSpec {
     let mut group = GroupSpec { late: None, ..group.clone() };
     if group.kind != Kind::Recurrent {
-        group.planes.iter_mut().for_each(|plane| plane.codec = codec);
+        for (index, plane) in group.planes.iter_mut().enumerate() {
+            plane.codec = if index == 0 { keys } else { values };
+        }
     }
     group
 }
