@@ -15,7 +15,7 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-PRESETS = "f16 bf16 q8 k8v8 k8v4 k8v3 k5v4 q4 k4v4 k4v3 k4v2".split()
+PRESETS = "f16 bf16 k8v8 q8 k8v4 k8v3 q4 k5v4 k4v4 k4v3 k4v2".split()
 PAIRS = [
     f"{keys}/{values}"
     for keys, values in [

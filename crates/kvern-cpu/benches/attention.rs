@@ -13,7 +13,7 @@ use kvern_backend::{Attention, Backend, Slot};
 use kvern_cpu::{Cpu, CpuOptions};
 use kvern_state::{Batch, GroupSpec, Pool, Preset, StateSpec, StepPlan};
 
-const PRESETS: [&str; 10] = ["bf16", "f16", "q8", "k8v8", "k8v4", "k8v3", "k5v4", "k4v4", "k4v3", "k4v2"];
+const PRESETS: [&str; 11] = ["bf16", "f16", "k8v8", "q8", "k8v4", "k8v3", "q4", "k5v4", "k4v4", "k4v3", "k4v2"];
 /// Bytes of state to read before any is read again.
 const SPREAD: usize = 256 << 20;
 const TURNS: usize = 9;

@@ -214,7 +214,7 @@ fn levels<S: Isa, F: Form>(isa: S, tables: &[S::B; 4], unit: &[u8], chunk: usize
         return isa.select(u64::from_le_bytes(masks[8 + chunk]), level, isa.lookup(tables[table + 1], half));
     }
     let piece = isa.bytes(&pieces[chunk / 2]);
-    let low = if chunk % 2 == 0 { isa.low(piece) } else { isa.high(piece) };
+    let low = if chunk.is_multiple_of(2) { isa.low(piece) } else { isa.high(piece) };
     if F::ZEROS {
         return low;
     }

@@ -41,7 +41,7 @@ impl Setup {
 }
 
 /// The model's own codec, others, one that begins late, and one that spares the first and the last layer.
-fn policies() -> Vec<KvPolicy> {
+fn policies(model: &str) -> Vec<KvPolicy> {
     let all = |codec| KvPolicy { codecs: Some((codec, codec)), ..KvPolicy::default() };
     let edges = Some((1, (Codec::F32, Codec::F16)));
     let raw = [
@@ -51,14 +51,20 @@ fn policies() -> Vec<KvPolicy> {
         KvPolicy { start: Some(41), ..all(Codec::Bf16) },
         KvPolicy { edges, ..all(Codec::Bf16) },
     ];
-    // Codes of every number of bits, which only CPUs have.
-    let codes = ["q8", "k8v4", "k5v4", "k4v3", "turbo6/turbo2", "q4-rotated/turbo8"].map(Preset::codecs);
-    let coded = codes.into_iter().enumerate().map(|(index, codecs)| match index % 3 {
+    raw.into_iter().chain(coded_policies(model)).collect()
+}
+
+/// Codes of every number of bits, with each policy; a model has a share of them, and only CPUs have any.
+fn coded_policies(model: &str) -> Option<KvPolicy> {
+    let at = MODELS.iter().position(|name| *name == model).unwrap();
+    let names = ["k8v4", "k4v3", "q8", "k5v4", "turbo6/turbo2", "k8v3", "q4-rotated/turbo8", "q4"];
+    let codecs = Preset::codecs(names[at]);
+    let coded = match at % 3 {
         0 => KvPolicy { codecs, start: Some(41), edges: None },
         1 => KvPolicy { codecs, start: None, edges: Some((1, (Codec::F16, Codec::Bf16))) },
         _ => KvPolicy { codecs, start: None, edges: None },
-    });
-    raw.into_iter().chain(coded.filter(|_| !sets().iter().any(|set| matches!(set, Set::Cuda)))).collect()
+    };
+    Some(coded).filter(|_| sets().iter().all(|set| matches!(set, Set::Cpu(_))))
 }
 
 #[test]
@@ -195,7 +201,7 @@ fn tokens_depend_on_the_request_alone() {
         for set in sets() {
             // Where the backend draws no tokens, both are the same.
             let plain = [false, true].into_iter().take(1 + usize::from(matches!(set, Set::Cuda)));
-            for (kv, plain) in policies().into_iter().flat_map(|kv| plain.clone().map(move |plain| (kv, plain))) {
+            for (kv, plain) in policies(model).into_iter().flat_map(|kv| plain.clone().map(move |plain| (kv, plain))) {
                 let alone = Setup { model, set, threads: 1, kv, step: 512 };
                 let want = bits(&run(&mut engine(&alone, 1 << 30), requests_drawn(1, plain))[0]);
                 for (company, threads, step) in [(1, 2, 1), (2, 1, 7), (7, 2, 64), (64, 5, 512), (33, 1, 33)] {
@@ -344,7 +350,7 @@ fn a_cancelled_request_is_gone_and_the_others_do_not_notice() {
 /// The same prompts again, and prompts that part from them: nothing but the time changes, and the engine says how much it did not compute.
 #[test]
 fn kept_prefixes_change_no_bit() {
-    for (model, kv) in MODELS.into_iter().flat_map(|model| policies().map(|kv| (model, kv))) {
+    for (model, kv) in MODELS.into_iter().flat_map(|model| policies(model).into_iter().map(move |kv| (model, kv))) {
         let setup = Setup { kv, ..Setup::new(model) };
         let follow_up = |events: &[Event], base: &Request| {
             let answer = events.iter().filter_map(|event| event.token.as_ref().map(|token| token.id));

@@ -28,7 +28,7 @@ pub struct RunArgs {
     /// Instruction set: scalar, avx2 or avx512 [default: the best one here]
     #[arg(long, global = true, env = "KVERN_ISA", value_name = "ISA")]
     isa: Option<String>,
-    /// How keys and values are stored: f32, f16, bf16, q8, k8v8, k8v4, k8v3, k5v4, q4, k4v4, k4v3, k4v2, or KEYS/VALUES [default: the model's own type]
+    /// How keys and values are stored: f32, f16, bf16, k8v8, q8, k8v4, k8v3, q4, k5v4, k4v4, k4v3, k4v2, or KEYS/VALUES [default: the model's own type]
     #[arg(long, global = true, env = "KVERN_KV", value_name = "PRESET", value_parser = kv_preset)]
     pub kv: Option<(Codec, Codec)>,
     /// Store the state of the first and the last N layers in another way, as N:PRESET

@@ -241,6 +241,61 @@ fn perplexity_and_divergence_are_reported() {
     assert!(report["top1_agreement"].as_f64().unwrap() > 0.95, "{report}");
 }
 
+/// What each preset may cost on a short text: about twice what `docs/kv-quality.md` has for a long one.
+#[test]
+fn encoded_state_costs_no_more_than_is_known() {
+    let text = tempfile::NamedTempFile::new().unwrap();
+    fs::write(text.path(), diary(30, &[])).unwrap();
+    let file = text.path().to_str().unwrap();
+    let bounds = [("q8", 1e-3), ("k8v8", 1e-3), ("k8v4", 0.015), ("k5v4", 0.05), ("k4v4", 0.1), ("k4v3", 0.15)];
+    for (kv, bound) in bounds {
+        let report = json(&["perplexity", "-m", model(), "-f", file, "--kv", kv]);
+        assert!(report["kl_mean"].as_f64().unwrap() < bound, "{kv}: {report}");
+    }
+    let message =
+        |kv: &str| String::from_utf8(kvern(&["perplexity", "-m", model(), "-f", file, "--kv", kv]).stderr).unwrap();
+    assert!(message("k9v9").contains("there are f32, f16, bf16, k8v8, q8"), "{}", message("k9v9"));
+}
+
+/// Days of a town of so many entries, with facts after a share of them.
+fn diary(entries: usize, facts: &[(f64, &str)]) -> String {
+    let places = ["harbour", "market", "old mill", "station", "library", "garden", "north gate", "bakery"];
+    let things =
+        ["a cart of apples", "two barrels of salt", "a letter", "a box of nails", "a new lantern", "a roll of cloth"];
+    let days = ["Monday", "Tuesday", "Wednesday", "Thursday", "Friday", "Saturday", "Sunday"];
+    let mut text = String::from("Here is the diary of a town.\n\n");
+    for i in 0..entries {
+        let (thing, place) = (things[(i * 5 + i / 6) % 6], places[(i * 3 + i / 8) % 8]);
+        text += &format!("On {} the carrier brought {thing} to the {place}. ", days[i % 7]);
+        for (_, fact) in facts.iter().filter(|(share, _)| (share * entries as f64) as usize == i) {
+            text += fact;
+            text.push(' ');
+        }
+    }
+    text
+}
+
+#[test]
+fn a_fact_in_a_long_context_is_recalled_with_every_preset() {
+    let directory = tempfile::tempdir().unwrap();
+    let presets = ["f32", "q8", "k8v8", "k8v4", "k8v3", "k5v4", "q4", "k4v4", "k4v3", "k4v2"];
+    for (kv, (share, code)) in
+        presets.into_iter().zip([(0.06, "7429"), (0.5, "3186"), (0.92, "5074")].into_iter().cycle())
+    {
+        let fact = format!("The secret number of the vault is {code}.");
+        let prompt = diary(60, &[(share, &fact)]) + "\n\nThe diary says: the secret number of the vault is";
+        let answer = json(&["generate", "-m", model(), "-p", &prompt, "-n", "5", "--kv", kv]);
+        assert!(answer["text"].as_str().unwrap().contains(code), "{kv}: {answer}");
+        // Encoded state is saved as it is, and goes on with the same tokens.
+        let file = directory.path().join(kv);
+        let file = file.to_str().unwrap();
+        let half = json(&["generate", "-m", model(), "-p", &prompt, "-n", "2", "--kv", kv, "--save", file]);
+        let rest = json(&["generate", "-m", model(), "-n", "3", "--kv", kv, "--resume", file]);
+        let tokens = |answer: &Value| ids(&answer["tokens"]);
+        assert_eq!([tokens(&half), tokens(&rest)].concat(), tokens(&answer), "{kv}");
+    }
+}
+
 #[test]
 fn speed_is_reported_against_the_machine_s_limits() {
     let report = json(&[

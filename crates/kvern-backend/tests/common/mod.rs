@@ -46,17 +46,28 @@ pub fn difference(got: &[f32], want: &[f32]) -> f32 {
 
 const HALF: (Codec, Codec) = (Codec::F16, Codec::Bf16);
 
-/// Groups of every kind and policy.
+/// Groups of every kind and policy; with codes where they are supported.
 pub fn groups() -> Vec<GroupSpec> {
     let attention = |codecs| GroupSpec::attention(2, 2, 20, 32, codecs);
-    vec![
+    let coded = |names: [&str; 2]| names.map(|name| Codec::from_name(name).unwrap());
+    let coded = [["q8-rotated", "turbo3"], ["turbo5", "q4"], ["turbo2", "turbo6"]].map(coded).map(|[keys, values]| {
+        let group = GroupSpec::attention(2, 2, 48, 32, (keys, values));
+        if keys.bytes(48) > 48 {
+            group.windowed(Window { size: 37, sinks: 3 })
+        } else {
+            GroupSpec::attention(2, 2, 48, 32, HALF).late(50, vec![keys, values])
+        }
+    });
+    let coded = coded.into_iter().filter(|_| std::env::var("KVERN_TEST_DEVICE").as_deref() != Ok("cuda"));
+    let raw = [
         attention(HALF),
         attention((Codec::F32, Codec::F16)).windowed(Window { size: 37, sinks: 3 }),
         attention((Codec::F32, Codec::F32)).late(50, vec![Codec::F16, Codec::Bf16]),
         GroupSpec::latent(1, 32, 16, Some(16), Codec::F16),
         GroupSpec::recurrent(2, &[("tail", 30)]),
         attention(HALF).companion(1),
-    ]
+    ];
+    raw.into_iter().chain(coded).collect()
 }
 
 /// [`groups`] in pages of 16.

@@ -189,13 +189,13 @@ impl Naive {
 /// Groups of every kind and policy, small enough for pages of 4 to 32 tokens to matter.
 pub fn groups(choice: &[usize], size: usize, start: usize) -> Vec<GroupSpec> {
     let attention = |layers| GroupSpec::attention(layers, 1, 2, 2, (Codec::F32, Codec::F16));
-    let halves = || vec![Codec::F16, Codec::Bf16];
+    let coded = || ["q8", "turbo3"].map(|name| Codec::from_name(name).unwrap()).to_vec();
     let all = [
         attention(1),
         attention(2).windowed(Window { size, sinks: 0 }),
         attention(1).windowed(Window { size, sinks: 5 }),
-        attention(3).late(start, halves()),
-        attention(1).windowed(Window { size, sinks: 0 }).late(start, halves()),
+        attention(3).late(start, coded()),
+        attention(1).windowed(Window { size, sinks: 0 }).late(start, coded()),
         GroupSpec::latent(2, 4, 2, Some(2), Codec::F16),
         GroupSpec::recurrent(2, &[("tail", 3), ("state", 8)]),
         attention(1).companion(1),
