@@ -16,12 +16,12 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 PRESETS = "f16 bf16 k8v8 q8 k8v4 k8v3 q4 k5v4 k4v4 k4v3 k4v2".split()
+# Beside the presets: what they were chosen from.
 PAIRS = [
     f"{keys}/{values}"
     for keys, values in [
-        ("q8", "q8"), ("q8-rotated", "q8"), ("q8-rotated", "turbo8"), ("turbo8", "turbo8"), ("q8-rotated", "q4"), ("q8-rotated", "q4-rotated"),
-        ("q8-rotated", "turbo4"), ("q8-rotated", "turbo4-unrotated"), ("q8-rotated", "turbo3"), ("turbo6", "turbo4"), ("turbo5", "turbo4"), ("q4-rotated", "turbo4"),
-        ("q4", "q4"), ("q4-rotated", "q4-rotated"), ("turbo4", "turbo4"), ("turbo4-unrotated", "turbo4"), ("turbo4", "turbo3"), ("turbo4", "turbo2"),
+        ("q8", "q8"), ("turbo8", "turbo8"), ("q8-rotated", "q4"), ("q8-rotated", "q4-rotated"), ("q8-rotated", "turbo4-unrotated"), ("turbo6", "turbo4"),
+        ("q4-rotated", "turbo4"), ("q4", "q4"), ("turbo4-unrotated", "turbo4"),
     ]
 ]  # fmt: skip
 

@@ -1,7 +1,7 @@
 //! What attention takes per token of context, for encoded state beside bf16 state.
 //!
 //! ```text
-//! cargo bench -p kvern-cpu --bench attention -- [DEPTH [THREADS]] [PRESET ...]
+//! KVERN_ISA=avx2 cargo bench -p kvern-cpu --bench attention -- [DEPTH [THREADS]] [PRESET ...]
 //! ```
 //!
 //! One step of one token a row over DEPTH columns of two shapes of heads, for one row and eight. Presets take turns, so that a noisy machine slows all of
@@ -107,7 +107,8 @@ fn main() {
     let presets: Vec<&str> = others.copied().collect();
     let numbers: Vec<usize> = std::env::args().skip(1).filter_map(|argument| argument.parse().ok()).collect();
     let depth = numbers.first().map_or(8192, |depth| depth.next_multiple_of(512));
-    let cpu = Cpu::new(&CpuOptions { threads: numbers.get(1).copied(), ..CpuOptions::default() }).expect("a CPU");
+    let isa = std::env::var("KVERN_ISA").ok();
+    let cpu = Cpu::new(&CpuOptions { threads: numbers.get(1).copied(), isa, ..CpuOptions::default() }).expect("a CPU");
     println!("{}, {depth} tokens of context", cpu.describe());
     for shape in [Shape { heads: 9, kv_heads: 3, dim: 64 }, Shape { heads: 32, kv_heads: 8, dim: 128 }] {
         for rows in [1, 8] {

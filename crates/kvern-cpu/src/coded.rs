@@ -533,13 +533,16 @@ impl<S: Isa> DotLevels for S {
 
 #[cfg(test)]
 mod tests {
+    use kvern_state::Codec;
+
     use super::*;
 
     #[test]
     fn columns_are_read_as_they_were_written() {
         for bits in [2, 3, 4, 5, 6, 8] {
             for keys in [false, true] {
-                let coded = Coded { coding: Coding::turbo(bits), dim: 48, columns: 32, keys };
+                let coding = Codec::from_name(&format!("turbo{bits}")).unwrap().coding().unwrap();
+                let coded = Coded { coding, dim: 48, columns: 32, keys };
                 let mut bytes = vec![0xA5; coded.offsets().1];
                 let codes = |column: usize| -> Vec<u8> {
                     (0..48).map(|i| ((column * 31 + i * 7 + column * i) % (1 << bits)) as u8).collect()

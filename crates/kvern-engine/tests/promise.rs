@@ -204,7 +204,11 @@ fn tokens_depend_on_the_request_alone() {
             for (kv, plain) in policies(model).into_iter().flat_map(|kv| plain.clone().map(move |plain| (kv, plain))) {
                 let alone = Setup { model, set, threads: 1, kv, step: 512 };
                 let want = bits(&run(&mut engine(&alone, 1 << 30), requests_drawn(1, plain))[0]);
-                for (company, threads, step) in [(1, 2, 1), (2, 1, 7), (7, 2, 64), (64, 5, 512), (33, 1, 33)] {
+                // The slower sets make do with fewer rows.
+                let many = if set.name() == sets().last().unwrap().name() { 64 } else { 20 };
+                for (company, threads, step) in
+                    [(1, 2, 1), (2, 1, 7), (7, 2, 64), (many, 5, 512), (many / 2 + 1, 1, 33)]
+                {
                     let setup = Setup { threads, step: step.max(company), ..alone };
                     let got = bits(&run(&mut engine(&setup, 1 << 30), requests_drawn(company, plain))[0]);
                     let how = format!("{model}, {}, {kv:?}, {company} rows, {threads} threads, {step}", set.name());

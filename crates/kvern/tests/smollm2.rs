@@ -283,9 +283,12 @@ fn a_fact_in_a_long_context_is_recalled_with_every_preset() {
         presets.into_iter().zip([(0.06, "7429"), (0.5, "3186"), (0.92, "5074")].into_iter().cycle())
     {
         let fact = format!("The secret number of the vault is {code}.");
-        let prompt = diary(60, &[(share, &fact)]) + "\n\nThe diary says: the secret number of the vault is";
+        let prompt = diary(40, &[(share, &fact)]) + "\n\nThe diary says: the secret number of the vault is";
         let answer = json(&["generate", "-m", model(), "-p", &prompt, "-n", "5", "--kv", kv]);
         assert!(answer["text"].as_str().unwrap().contains(code), "{kv}: {answer}");
+        if !["q8", "k4v3"].contains(&kv) {
+            continue;
+        }
         // Encoded state is saved as it is, and goes on with the same tokens.
         let file = directory.path().join(kv);
         let file = file.to_str().unwrap();

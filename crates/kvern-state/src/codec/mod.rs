@@ -82,20 +82,19 @@ pub const MIDDLE: i32 = 128;
 
 impl Coding {
     /// `q8` and `q4`.
-    pub const fn affine(bits: u32) -> Self {
+    const fn affine(bits: u32) -> Self {
         assert!(bits == 4 || bits == 8);
         Self { method: Method::Affine, bits, rotated: false }
     }
 
     /// `turbo2` to `turbo8`.
-    pub const fn turbo(bits: u32) -> Self {
+    const fn turbo(bits: u32) -> Self {
         assert!(matches!(bits, 2 | 3 | 4 | 5 | 6 | 8));
         Self { method: Method::Turbo, bits, rotated: true }
     }
 
     /// With values rotated first, or not.
-    #[must_use]
-    pub const fn rotated(self, rotated: bool) -> Self {
+    const fn rotated(self, rotated: bool) -> Self {
         Self { rotated, ..self }
     }
 
