@@ -83,7 +83,7 @@ impl Plane {
     /// Where one head is in a layer's bytes.
     #[inline(always)]
     fn head_range(&self, head: usize) -> Range<usize> {
-        let (size, head) = (self.columns * self.codec.bytes(self.dim), head % self.heads);
+        let size = self.columns * self.codec.bytes(self.dim);
         self.offset + head * size..self.offset + (head + 1) * size
     }
 

@@ -7,7 +7,7 @@ use std::arch::x86_64::*;
 
 use kvern_base::{bf16, f16};
 
-use super::{Isa, Kernel, LANES};
+use super::{Isa, Kernel, LANES, x86};
 
 /// Proof that the CPU has AVX2, FMA and F16C.
 #[derive(Debug, Clone, Copy)]
@@ -164,31 +164,18 @@ impl Isa for Avx2 {
 
     #[inline(always)]
     fn prefetch(self, bytes: &[u8]) {
-        for line in bytes.chunks(64) {
-            // SAFETY: the token proves the feature; a prefetch reads nothing.
-            unsafe { _mm_prefetch::<_MM_HINT_T1>(line.as_ptr().cast()) }
-        }
+        x86::prefetch(bytes);
     }
 
     #[inline(always)]
     fn sum(self, a: Self::F) -> f32 {
         // SAFETY: the token proves the feature.
-        unsafe {
-            let a = _mm256_add_ps(a[0], a[1]);
-            let a = _mm_add_ps(_mm256_castps256_ps128(a), _mm256_extractf128_ps::<1>(a));
-            let a = _mm_add_ps(a, _mm_movehl_ps(a, a));
-            _mm_cvtss_f32(_mm_add_ss(a, _mm_movehdup_ps(a)))
-        }
+        unsafe { x86::sum(_mm256_add_ps(a[0], a[1])) }
     }
     #[inline(always)]
     fn max_lane(self, a: Self::F) -> f32 {
         // SAFETY: the token proves the feature.
-        unsafe {
-            let a = _mm256_max_ps(a[0], a[1]);
-            let a = _mm_max_ps(_mm256_castps256_ps128(a), _mm256_extractf128_ps::<1>(a));
-            let a = _mm_max_ps(a, _mm_movehl_ps(a, a));
-            _mm_cvtss_f32(_mm_max_ss(a, _mm_movehdup_ps(a)))
-        }
+        unsafe { x86::max(_mm256_max_ps(a[0], a[1])) }
     }
 
     #[inline(always)]
