@@ -50,6 +50,12 @@ pub enum Error {
         /// What would do.
         needs: &'static str,
     },
+    /// The backend has no kernel for a verb that the graph needs.
+    #[error("this backend has no kernel for the verb `{verb}`")]
+    Verb {
+        /// The verb.
+        verb: &'static str,
+    },
     /// A key or value has no code. Rows that share the step have lost nothing: a step that fails has not happened.
     #[error(
         "state of row {row} at position {column} in layer {layer} of group {group} is not finite, and cannot be encoded"

@@ -31,6 +31,7 @@ use std::ops::Range;
 mod error;
 mod freeze;
 mod reference;
+mod routing;
 
 pub use error::Error;
 pub use freeze::{freeze, thaw};
@@ -38,6 +39,7 @@ pub use kvern_state::Slot;
 use kvern_state::{Columns, Kind, Segment, StateSpec, States, StepPlan, Table};
 use kvern_weights::Tensor as Weight;
 pub use reference::Reference;
+pub use routing::{Routing, Score};
 
 /// What an attention layer computes beyond its shapes.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -215,6 +217,78 @@ pub fn states<'a>(verb: &'static str, segment: &'a Segment, group: usize) -> Res
     segment.states(group).ok_or(Error::Kind { verb, group, found: "no state in this step" })
 }
 
+/// A sparse attention's choice of columns (DeepSeek-V3.2, "DeepSeek Sparse Attention"): a query scores the column with the index key `k` by
+/// `Σ_h weights[h] * max(0, q[h] · k)` and keeps those of the largest scores.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Indexer {
+    /// The layer's state, of a latent group with index keys.
+    pub slot: Slot,
+    /// Index heads.
+    pub heads: usize,
+}
+
+/// The plane of a latent group that holds index keys.
+pub const INDEX: usize = 2;
+
+impl Indexer {
+    /// Checks the group's kind and the shapes, (rows, width), of queries, weights and picks for a step of `tokens` tokens.
+    ///
+    /// # Errors
+    /// [`Error::Kind`] or [`Error::Shape`].
+    pub fn check(&self, spec: &StateSpec, tokens: usize, shapes: [(usize, usize); 3]) -> Result<(), Error> {
+        let group = &spec.groups()[self.slot.group];
+        let Some(plane) = group.planes.get(INDEX).filter(|_| group.kind == Kind::Latent) else {
+            return Err(Error::Kind { verb: "select", group: self.slot.group, found: "one without index keys" });
+        };
+        Error::check("select", "width of the queries", self.heads * plane.dim, shapes[0].1)?;
+        Error::check("select", "width of the weights", self.heads, shapes[1].1)?;
+        for ((rows, _), name) in shapes.into_iter().zip(["queries", "weights", "picks"]) {
+            Error::check("select", name, tokens, rows)?;
+        }
+        Ok(())
+    }
+}
+
+/// Checks the shapes, (rows, width), of a product by picked matrices, for each output of which there are (matrices, outputs, inputs): the input has a
+/// row for each token or for each of its picks.
+///
+/// # Errors
+/// [`Error::Shape`].
+pub fn check_picked(
+    x: (usize, usize),
+    picks: (usize, usize),
+    (_, outputs, inputs): (usize, usize, usize),
+    out: (usize, usize),
+) -> Result<(), Error> {
+    let rows = picks.0 * picks.1 / 2;
+    Error::check("project_picked", "width of the input", inputs, x.1)?;
+    Error::check("project_picked", "rows of the input", if x.0 == picks.0 { x.0 } else { rows }, x.0)?;
+    Error::check("project_picked", "width of the output", outputs, out.1)?;
+    Error::check("project_picked", "rows of the output", rows, out.0)
+}
+
+/// Checks the shapes, (rows, width), of two tensors of `heads` runs and of what is to hold both.
+///
+/// # Errors
+/// [`Error::Shape`].
+pub fn check_join(heads: usize, [a, b, out]: [(usize, usize); 3]) -> Result<(), Error> {
+    Error::check("join", "remainder of the first", 0, a.1 % heads)?;
+    Error::check("join", "remainder of the second", 0, b.1 % heads)?;
+    Error::check("join", "width of the output", a.1 + b.1, out.1)?;
+    Error::check("join", "rows of the second", a.0, b.0)?;
+    Error::check("join", "rows of the output", a.0, out.0)
+}
+
+/// Checks the shapes, (rows, width), of what experts made of tokens, their picks and the sum.
+///
+/// # Errors
+/// [`Error::Shape`].
+pub fn check_combine(x: (usize, usize), picks: (usize, usize), out: (usize, usize)) -> Result<(), Error> {
+    Error::check("combine", "rows of the picks", out.0, picks.0)?;
+    Error::check("combine", "rows of the input", out.0 * (picks.1 / 2), x.0)?;
+    Error::check("combine", "width of the input", out.1, x.1)
+}
+
 /// A function of single values, as on the gate of a gated unit.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Activation {
@@ -277,6 +351,11 @@ pub trait Backend: Send + Sync + 'static {
 
     /// Packs a weight matrix, and the bias that is added to its product.
     fn linear(&self, weight: Weight, bias: Option<Weight>) -> Result<Self::Linear, Error>;
+    /// Packs a stack of `count` matrices of one shape, the rows of one after those of another: the experts of a layer, or what each of its heads
+    /// multiplies with.
+    fn stack(&self, _weight: Weight, _bias: Option<Weight>, _count: usize) -> Result<Self::Linear, Error> {
+        Err(Error::Verb { verb: "stack" })
+    }
     /// Bytes that a packed matrix occupies.
     fn linear_bytes(&self, linear: &Self::Linear) -> usize;
     /// Uploads a vector.
@@ -297,6 +376,11 @@ pub trait Backend: Send + Sync + 'static {
     fn rows(&self, step: &Self::Step) -> (usize, usize) {
         let plan = self.plan(step);
         (plan.tokens.len(), plan.outputs.len())
+    }
+    /// The step's outputs as a step of their own that adds no columns, for the last layers of a graph that stores nothing in them; absent where the
+    /// backend does not have such steps.
+    fn at_outputs(&self, _step: &Self::Step) -> Option<Self::Step> {
+        None
     }
     /// Runs the verbs of a step. The list must depend on nothing but [`Self::rows`] for as long as no weights or pages are made anew: a backend may record what the verbs enqueue and play it
     /// again for the next step of the same size, in which the verbs check their operands and do nothing else.
@@ -348,6 +432,42 @@ pub trait Backend: Send + Sync + 'static {
         self.gate(activation, gate, up)?;
         self.project_add(gate, weight, acc)
     }
+    /// Picks experts for each token: the row of `picks` gets `k` experts' numbers, and then their weights ([`Routing::pick`]).
+    fn route(
+        &self,
+        _logits: &Self::Tensor,
+        _routing: Routing,
+        _sides: [Option<&Self::Vector>; 2],
+        _picks: &mut Self::Tensor,
+    ) -> Result<(), Error> {
+        Err(Error::Verb { verb: "route" })
+    }
+    /// `out[t * k + j] = x[t] · weight[picks[t][j]]ᵀ + bias`, for several stacks of one input; of an input with a row for each pick, row `t * k + j` in place
+    /// of `t`. Only picked matrices are read.
+    fn project_picked(
+        &self,
+        _x: &Self::Tensor,
+        _picks: &Self::Tensor,
+        _outs: &mut [(&Self::Linear, &mut Self::Tensor)],
+    ) -> Result<(), Error> {
+        Err(Error::Verb { verb: "project_picked" })
+    }
+    /// `out[t] = Σ_j weight of pick j * x[t * k + j]`, in the order of the picks.
+    fn combine(&self, _x: &Self::Tensor, _picks: &Self::Tensor, _out: &mut Self::Tensor) -> Result<(), Error> {
+        Err(Error::Verb { verb: "combine" })
+    }
+    /// `acc +=` the [`Self::combine`] of `x`, one term after another.
+    fn combine_add(&self, _x: &Self::Tensor, _picks: &Self::Tensor, _acc: &mut Self::Tensor) -> Result<(), Error> {
+        Err(Error::Verb { verb: "combine_add" })
+    }
+    /// Each head by a matrix of its own: run `i` of each row of `x`, of as many values as a matrix of the stack has inputs, becomes run `i` of `out`.
+    fn project_heads(&self, _x: &Self::Tensor, _stack: &Self::Linear, _out: &mut Self::Tensor) -> Result<(), Error> {
+        Err(Error::Verb { verb: "project_heads" })
+    }
+    /// `x = (x - mean(x)) / sqrt(var(x) + eps) * weight + bias` over each row.
+    fn layer_norm_in_place(&self, _x: &mut Self::Tensor, _affine: [&Self::Vector; 2], _eps: f32) -> Result<(), Error> {
+        Err(Error::Verb { verb: "layer_norm" })
+    }
     /// The rotations of the step's positions: `out[t] = scale * [cos(p f_0) … cos(p f_n) sin(p f_0) … sin(p f_n)]`.
     fn rope_angles(
         &self,
@@ -392,6 +512,30 @@ pub trait Backend: Send + Sync + 'static {
         q: &Self::Tensor,
         out: &mut Self::Tensor,
     ) -> Result<(), Error>;
+    /// Picks the columns that each query attends: the `width` of `picks` with the largest scores of those it sees, the lower column among equals; in
+    /// ascending order, and -1 after the last.
+    fn select(
+        &self,
+        _step: &Self::Step,
+        _pages: &Self::Pages,
+        _indexer: Indexer,
+        _inputs: (&Self::Tensor, &Self::Tensor),
+        _picks: &mut Self::Tensor,
+    ) -> Result<(), Error> {
+        Err(Error::Verb { verb: "select" })
+    }
+    /// [`Self::attend`] in a latent group, over the columns that [`Self::select`] picked.
+    fn attend_picked(
+        &self,
+        _step: &Self::Step,
+        _pages: &Self::Pages,
+        _attention: Attention,
+        _picks: &Self::Tensor,
+        _q: &Self::Tensor,
+        _out: &mut Self::Tensor,
+    ) -> Result<(), Error> {
+        Err(Error::Verb { verb: "attend_picked" })
+    }
     /// `out[t] = Σ_j kernel[j] * x[t + j + 1 - taps]` per channel, `kernel` being `[taps, channels]`, over the row's earlier inputs: the
     /// last `taps - 1` of them are the state in `plane`, oldest first, and zeros before the first token. A kernel of `[1, 0]` shifts a row by one token.
     fn convolve(
@@ -414,12 +558,24 @@ pub trait Backend: Send + Sync + 'static {
     ) -> Result<(), Error>;
     /// `gate = activation(gate) * up`.
     fn gate(&self, activation: Activation, gate: &mut Self::Tensor, up: &Self::Tensor) -> Result<(), Error>;
+    /// `gate = g * sigmoid(alpha g) * (u + 1)` with `g = min(gate, limit)` and `u` in `-limit..=limit`: the gated unit of gpt-oss, of (alpha, limit).
+    fn gate_clamped(&self, _unit: (f32, f32), _gate: &mut Self::Tensor, _up: &Self::Tensor) -> Result<(), Error> {
+        Err(Error::Verb { verb: "gate_clamped" })
+    }
     /// `x = activation(x)`.
     fn activate(&self, activation: Activation, x: &mut Self::Tensor) -> Result<(), Error>;
     /// `x = exp(-rate * log(1 + e^(x + bias)))` per channel: what is left of a recurrent state after a token.
     fn decay(&self, rate: &Self::Vector, bias: &Self::Vector, x: &mut Self::Tensor) -> Result<(), Error>;
     /// `x = cap * tanh(x / cap)`.
     fn softcap(&self, cap: f32, x: &mut Self::Tensor) -> Result<(), Error>;
+    /// `x = factor * x`.
+    fn scale(&self, factor: f32, x: &mut Self::Tensor) -> Result<(), Error>;
+    /// `out[t] = x[t][first..]`, as many values as `out` is wide.
+    fn slice(&self, x: &Self::Tensor, first: usize, out: &mut Self::Tensor) -> Result<(), Error>;
+    /// Lays heads together: run `i` of each row of `out` is run `i` of `a` and then run `i` of `b`, of `heads` runs each.
+    fn join(&self, _heads: usize, _a: &Self::Tensor, _b: &Self::Tensor, _out: &mut Self::Tensor) -> Result<(), Error> {
+        Err(Error::Verb { verb: "join" })
+    }
     /// `out[i] = x[outputs[i]]`: the rows whose logits the step wants.
     fn outputs(&self, step: &Self::Step, x: &Self::Tensor, out: &mut Self::Tensor) -> Result<(), Error>;
 

@@ -9,7 +9,7 @@ use std::ops::Range;
 use kvern_state::{Class, PageCopy, Plane, StateSpec, StepPlan, Table};
 use kvern_weights::Tensor as Weight;
 
-use crate::{Activation, Attention, Backend, DeltaInputs, DeltaRule, Error, Part, Slot};
+use crate::{Activation, Attention, Backend, DeltaInputs, DeltaRule, Error, INDEX, Indexer, Part, Routing, Slot};
 
 /// The reference backend.
 #[derive(Debug, Default)]
@@ -43,6 +43,14 @@ pub struct Linear {
     data: Vec<f32>,
     inputs: usize,
     bias: Vec<f32>,
+    /// Matrices of a stack.
+    count: usize,
+}
+
+impl Linear {
+    fn outputs(&self) -> usize {
+        self.data.len() / self.inputs / self.count
+    }
 }
 
 /// Page storage: `pages[class][id]`, each `[layer][plane][column][head]` in encoded bytes.
@@ -149,6 +157,67 @@ impl Reference {
         (dot + f64::from(weight.bias.get(output).copied().unwrap_or(0.0))) as f32
     }
 
+    /// Attention over the columns that each query sees, or those of them that are picked for it.
+    fn attend_columns(
+        &self,
+        step: &StepPlan,
+        pages: &Pages,
+        attention: Attention,
+        (sinks, picks): (Option<&Vec<f32>>, Option<&Tensor>),
+        q: &Tensor,
+        out: &mut Tensor,
+    ) -> Result<(), Error> {
+        let Attention { slot, heads, scale, softcap } = attention;
+        let (q_shape, out_shape) = ((q.rows(), q.width), (out.rows(), out.width));
+        attention.check(&pages.spec, step.tokens.len(), sinks.map(Vec::len), q_shape, out_shape)?;
+        let group = &pages.spec.groups()[slot.group];
+        let (share, k_dim, v_dim) = (heads / group.heads(), group.key_dim(), group.value_dim());
+        let latent = group.kind == kvern_state::Kind::Latent;
+        for segment in &step.segments {
+            let columns = crate::columns("attend", segment, slot.group)?;
+            let part = |plane| Part { layer: slot.layer, plane };
+            // Columns that a query has seen, decoded: (plane, column, head).
+            let mut decoded: HashMap<(usize, usize, usize), Vec<f32>> = HashMap::new();
+            for (i, head) in (0..segment.count).flat_map(|i| (0..heads).map(move |head| (i, head))) {
+                let row = segment.start + i;
+                let q = &q.row(row)[head * k_dim..][..k_dim];
+                let visible = segment.visible(columns, group.window, i, step.positions[row] as usize);
+                let seen: Vec<usize> = match picks {
+                    None => (0..visible.sinks).chain(visible.start..visible.end).collect(),
+                    Some(picks) => picks.row(row).iter().filter(|&&x| x >= 0.0).map(|&x| x as usize).collect(),
+                };
+                for at in seen.iter().flat_map(|&column| [(0, column, head / share), (1, column, head / share)]) {
+                    let (plane, column, head) = at;
+                    decoded.entry(at).or_insert_with(|| pages.decode(part(plane), &columns.table, column, head));
+                }
+                let value_plane = usize::from(!latent);
+                let score = |&column: &usize| {
+                    let rest = if latent { decoded[&(1, column, 0)].as_slice() } else { &[] };
+                    let key = decoded[&(0, column, head / share)].iter().chain(rest);
+                    let dot: f64 = q.iter().zip(key).map(|(q, k)| f64::from(*q) * f64::from(*k)).sum();
+                    let score = dot * f64::from(scale);
+                    softcap.map_or(score, |cap| f64::from(cap) * (score / f64::from(cap)).tanh())
+                };
+                let scores: Vec<f64> = seen.iter().map(score).collect();
+                let sink = sinks.map_or(f64::NEG_INFINITY, |sinks| f64::from(sinks[head]));
+                let max = scores.iter().copied().fold(sink, f64::max);
+                let mut sum = if sinks.is_some() { (sink - max).exp() } else { 0.0 };
+                let mut acc = vec![0.0; v_dim];
+                for (&column, score) in seen.iter().zip(&scores) {
+                    let weight = (score - max).exp();
+                    sum += weight;
+                    let value = &decoded[&(value_plane, column, head / share)];
+                    acc.iter_mut().zip(value).for_each(|(acc, v)| *acc += weight * f64::from(*v));
+                }
+                let out = &mut out.row_mut(row)[head * v_dim..][..v_dim];
+                out.iter_mut()
+                    .zip(&acc)
+                    .for_each(|(out, acc)| *out = if seen.is_empty() { 0.0 } else { (acc / sum) as f32 });
+            }
+        }
+        Ok(())
+    }
+
     fn normalize(x: &[f32], weight: &[f32], eps: f32, out: &mut [f32]) {
         let mean = x.iter().map(|x| f64::from(*x) * f64::from(*x)).sum::<f64>() / x.len() as f64;
         let factor = 1.0 / (mean + f64::from(eps)).sqrt();
@@ -181,8 +250,13 @@ impl Backend for Reference {
     }
 
     fn linear(&self, weight: Weight, bias: Option<Weight>) -> Result<Linear, Error> {
+        self.stack(weight, bias, 1)
+    }
+
+    fn stack(&self, weight: Weight, bias: Option<Weight>, count: usize) -> Result<Linear, Error> {
+        Error::check("stack", "remainder of the rows", 0, weight.rows() % count)?;
         let bias = bias.map(|bias| bias.to_vec()).unwrap_or_default();
-        Ok(Linear { data: weight.to_vec(), inputs: weight.cols(), bias })
+        Ok(Linear { data: weight.to_vec(), inputs: weight.cols(), bias, count })
     }
 
     fn linear_bytes(&self, linear: &Linear) -> usize {
@@ -221,6 +295,10 @@ impl Backend for Reference {
 
     fn plan<'a>(&self, step: &'a StepPlan) -> &'a StepPlan {
         step
+    }
+
+    fn at_outputs(&self, step: &StepPlan) -> Option<StepPlan> {
+        Some(step.at_outputs())
     }
 
     fn embed(&self, step: &StepPlan, table: &Linear, scale: f32, out: &mut Tensor) -> Result<(), Error> {
@@ -307,6 +385,81 @@ impl Backend for Reference {
         Ok(())
     }
 
+    fn route(
+        &self,
+        logits: &Tensor,
+        routing: Routing,
+        sides: [Option<&Vec<f32>>; 2],
+        picks: &mut Tensor,
+    ) -> Result<(), Error> {
+        let (x, out) = ((logits.rows(), logits.width), (picks.rows(), picks.width));
+        routing.check(x, sides.map(|side| side.map(Vec::len)), out)?;
+        let [bias, factors] = sides.map(|side| side.map(Vec::as_slice));
+        (0..logits.rows()).for_each(|row| routing.pick(logits.row(row), bias, factors, picks.row_mut(row)));
+        Ok(())
+    }
+
+    fn project_picked(&self, x: &Tensor, picks: &Tensor, outs: &mut [(&Linear, &mut Tensor)]) -> Result<(), Error> {
+        for (weight, out) in outs {
+            let shape = (weight.count, weight.outputs(), weight.inputs);
+            crate::check_picked((x.rows(), x.width), (picks.rows(), picks.width), shape, (out.rows(), out.width))?;
+            let count = picks.width / 2;
+            for row in 0..out.rows() {
+                let input = if x.rows() == picks.rows() { row / count } else { row };
+                let first = picks.row(row / count)[row % count] as usize * weight.outputs();
+                for (i, out) in out.row_mut(row).iter_mut().enumerate() {
+                    *out = Self::product(weight, x.row(input), first + i);
+                }
+            }
+        }
+        Ok(())
+    }
+
+    fn combine(&self, x: &Tensor, picks: &Tensor, out: &mut Tensor) -> Result<(), Error> {
+        out.data.fill(0.0);
+        self.combine_add(x, picks, out)
+    }
+
+    fn combine_add(&self, x: &Tensor, picks: &Tensor, acc: &mut Tensor) -> Result<(), Error> {
+        crate::check_combine((x.rows(), x.width), (picks.rows(), picks.width), (acc.rows(), acc.width))?;
+        let count = picks.width / 2;
+        for row in 0..acc.rows() {
+            for (i, acc) in acc.row_mut(row).iter_mut().enumerate() {
+                let term = |j: usize| f64::from(picks.row(row)[count + j]) * f64::from(x.row(row * count + j)[i]);
+                *acc = (f64::from(*acc) + (0..count).map(term).sum::<f64>()) as f32;
+            }
+        }
+        Ok(())
+    }
+
+    fn project_heads(&self, x: &Tensor, stack: &Linear, out: &mut Tensor) -> Result<(), Error> {
+        Error::check("project_heads", "rows of the output", x.rows(), out.rows())?;
+        Error::check("project_heads", "width of the input", stack.count * stack.inputs, x.width)?;
+        Error::check("project_heads", "width of the output", stack.count * stack.outputs(), out.width)?;
+        for row in 0..x.rows() {
+            for (i, out) in out.row_mut(row).iter_mut().enumerate() {
+                *out = Self::product(stack, &x.row(row)[i / stack.outputs() * stack.inputs..][..stack.inputs], i);
+            }
+        }
+        Ok(())
+    }
+
+    fn layer_norm_in_place(&self, x: &mut Tensor, [weight, bias]: [&Vec<f32>; 2], eps: f32) -> Result<(), Error> {
+        Error::check("layer_norm", "values of the weight", x.width, weight.len())?;
+        Error::check("layer_norm", "values of the bias", x.width, bias.len())?;
+        let width = x.width as f64;
+        for row in 0..x.rows() {
+            let row = x.row_mut(row);
+            let mean = row.iter().map(|x| f64::from(*x)).sum::<f64>() / width;
+            let variance = row.iter().map(|x| (f64::from(*x) - mean).powi(2)).sum::<f64>() / width;
+            let factor = 1.0 / (variance + f64::from(eps)).sqrt();
+            for ((x, weight), bias) in row.iter_mut().zip(weight).zip(bias) {
+                *x = ((f64::from(*x) - mean) * factor * f64::from(*weight) + f64::from(*bias)) as f32;
+            }
+        }
+        Ok(())
+    }
+
     fn rope(&self, x: &mut Tensor, angles: &Tensor, head_dim: usize) -> Result<(), Error> {
         Error::check("rope", "rows of the angles", x.rows(), angles.rows())?;
         Error::check("rope", "remainder of the width", 0, x.width % head_dim)?;
@@ -358,52 +511,60 @@ impl Backend for Reference {
         q: &Tensor,
         out: &mut Tensor,
     ) -> Result<(), Error> {
-        let Attention { slot, heads, scale, softcap } = attention;
-        let (q_shape, out_shape) = ((q.rows(), q.width), (out.rows(), out.width));
-        attention.check(&pages.spec, step.tokens.len(), sinks.map(Vec::len), q_shape, out_shape)?;
+        self.attend_columns(step, pages, attention, (sinks, None), q, out)
+    }
+
+    fn select(
+        &self,
+        step: &StepPlan,
+        pages: &Pages,
+        indexer: Indexer,
+        (q, weights): (&Tensor, &Tensor),
+        picks: &mut Tensor,
+    ) -> Result<(), Error> {
+        let Indexer { slot, heads } = indexer;
+        let shapes = [q, weights, &*picks].map(|tensor| (tensor.rows(), tensor.width));
+        indexer.check(&pages.spec, step.tokens.len(), shapes)?;
         let group = &pages.spec.groups()[slot.group];
-        let (share, k_dim, v_dim) = (heads / group.heads(), group.key_dim(), group.value_dim());
-        let latent = group.kind == kvern_state::Kind::Latent;
+        let part = Part { layer: slot.layer, plane: INDEX };
         for segment in &step.segments {
-            let columns = crate::columns("attend", segment, slot.group)?;
-            let part = |plane| Part { layer: slot.layer, plane };
-            // Columns that a query has seen, decoded: (plane, column, head).
-            let mut decoded: HashMap<(usize, usize, usize), Vec<f32>> = HashMap::new();
-            for (i, head) in (0..segment.count).flat_map(|i| (0..heads).map(move |head| (i, head))) {
+            let columns = crate::columns("select", segment, slot.group)?;
+            for i in 0..segment.count {
                 let row = segment.start + i;
-                let q = &q.row(row)[head * k_dim..][..k_dim];
                 let visible = segment.visible(columns, group.window, i, step.positions[row] as usize);
-                let seen: Vec<usize> = (0..visible.sinks).chain(visible.start..visible.end).collect();
-                for at in seen.iter().flat_map(|&column| [(0, column, head / share), (1, column, head / share)]) {
-                    let (plane, column, head) = at;
-                    decoded.entry(at).or_insert_with(|| pages.decode(part(plane), &columns.table, column, head));
-                }
-                let value_plane = usize::from(!latent);
-                let score = |&column: &usize| {
-                    let rest = if latent { decoded[&(1, column, 0)].as_slice() } else { &[] };
-                    let key = decoded[&(0, column, head / share)].iter().chain(rest);
-                    let dot: f64 = q.iter().zip(key).map(|(q, k)| f64::from(*q) * f64::from(*k)).sum();
-                    let score = dot * f64::from(scale);
-                    softcap.map_or(score, |cap| f64::from(cap) * (score / f64::from(cap)).tanh())
+                let score = |column: usize| -> f64 {
+                    let key = pages.decode(part, &columns.table, column, 0);
+                    let head = |head: usize| {
+                        let q = &q.row(row)[head * key.len()..][..key.len()];
+                        let dot: f64 = q.iter().zip(&key).map(|(q, k)| f64::from(*q) * f64::from(*k)).sum();
+                        f64::from(weights.row(row)[head]) * dot.max(0.0)
+                    };
+                    (0..heads).map(head).sum()
                 };
-                let scores: Vec<f64> = seen.iter().map(score).collect();
-                let sink = sinks.map_or(f64::NEG_INFINITY, |sinks| f64::from(sinks[head]));
-                let max = scores.iter().copied().fold(sink, f64::max);
-                let mut sum = if sinks.is_some() { (sink - max).exp() } else { 0.0 };
-                let mut acc = vec![0.0; v_dim];
-                for (&column, score) in seen.iter().zip(&scores) {
-                    let weight = (score - max).exp();
-                    sum += weight;
-                    let value = &decoded[&(value_plane, column, head / share)];
-                    acc.iter_mut().zip(value).for_each(|(acc, v)| *acc += weight * f64::from(*v));
-                }
-                let out = &mut out.row_mut(row)[head * v_dim..][..v_dim];
-                out.iter_mut()
-                    .zip(&acc)
-                    .for_each(|(out, acc)| *out = if seen.is_empty() { 0.0 } else { (acc / sum) as f32 });
+                let seen = (0..visible.sinks).chain(visible.start..visible.end);
+                let mut scored: Vec<(f64, usize)> = seen.map(|column| (score(column), column)).collect();
+                scored.sort_by(|a, b| b.0.total_cmp(&a.0));
+                scored.truncate(picks.width);
+                scored.sort_by_key(|&(_, column)| column);
+                let picks = picks.row_mut(row);
+                picks.fill(-1.0);
+                picks.iter_mut().zip(&scored).for_each(|(pick, &(_, column))| *pick = column as f32);
             }
         }
         Ok(())
+    }
+
+    fn attend_picked(
+        &self,
+        step: &StepPlan,
+        pages: &Pages,
+        attention: Attention,
+        picks: &Tensor,
+        q: &Tensor,
+        out: &mut Tensor,
+    ) -> Result<(), Error> {
+        Error::check("attend_picked", "rows of the picks", q.rows(), picks.rows())?;
+        self.attend_columns(step, pages, attention, (None, Some(picks)), q, out)
     }
 
     fn convolve(
@@ -485,6 +646,15 @@ impl Backend for Reference {
         Ok(())
     }
 
+    fn gate_clamped(&self, (alpha, limit): (f32, f32), gate: &mut Tensor, up: &Tensor) -> Result<(), Error> {
+        Error::check("gate_clamped", "values of the factor", gate.data.len(), up.data.len())?;
+        for (gate, up) in gate.data.iter_mut().zip(&up.data) {
+            let (g, u) = (f64::from(gate.min(limit)), f64::from(up.clamp(-limit, limit)));
+            *gate = (g / (1.0 + (-f64::from(alpha) * g).exp()) * (u + 1.0)) as f32;
+        }
+        Ok(())
+    }
+
     fn activate(&self, activation: Activation, x: &mut Tensor) -> Result<(), Error> {
         x.data.iter_mut().for_each(|x| *x = activated(activation, f64::from(*x)) as f32);
         Ok(())
@@ -503,6 +673,31 @@ impl Backend for Reference {
     fn softcap(&self, cap: f32, x: &mut Tensor) -> Result<(), Error> {
         let cap = f64::from(cap);
         x.data.iter_mut().for_each(|x| *x = (cap * (f64::from(*x) / cap).tanh()) as f32);
+        Ok(())
+    }
+
+    fn scale(&self, factor: f32, x: &mut Tensor) -> Result<(), Error> {
+        x.data.iter_mut().for_each(|x| *x *= factor);
+        Ok(())
+    }
+
+    fn slice(&self, x: &Tensor, first: usize, out: &mut Tensor) -> Result<(), Error> {
+        Error::check("slice", "rows of the output", x.rows(), out.rows())?;
+        Error::check("slice", "end of the slice", (first + out.width).min(x.width), first + out.width)?;
+        let width = out.width;
+        (0..x.rows()).for_each(|row| out.row_mut(row).copy_from_slice(&x.row(row)[first..first + width]));
+        Ok(())
+    }
+
+    fn join(&self, heads: usize, a: &Tensor, b: &Tensor, out: &mut Tensor) -> Result<(), Error> {
+        crate::check_join(heads, [a, b, &*out].map(|tensor| (tensor.rows(), tensor.width)))?;
+        let (first, second) = (a.width / heads, b.width / heads);
+        for row in 0..out.rows() {
+            for (head, out) in out.row_mut(row).chunks_exact_mut(first + second).enumerate() {
+                out[..first].copy_from_slice(&a.row(row)[head * first..][..first]);
+                out[first..].copy_from_slice(&b.row(row)[head * second..][..second]);
+            }
+        }
         Ok(())
     }
 

@@ -4,18 +4,20 @@ use std::ops::Range;
 use std::sync::{Mutex, PoisonError};
 
 use kvern_backend::{
-    Activation, Attention, Backend, DeltaInputs, DeltaRule, Error as BackendError, Limits, Part, Slot,
+    Activation, Attention, Backend, DeltaInputs, DeltaRule, Error as BackendError, Indexer, Limits, Part, Routing, Slot,
 };
 use kvern_base::AllocError;
-use kvern_state::{StateSpec, StepPlan, Table};
+use kvern_state::{Kind, StateSpec, StepPlan, Table};
 use kvern_weights::Tensor as Weight;
 
-use crate::matmul::{Product, Store};
+use crate::matmul::{Product, Share, Store};
 use crate::pack::{Body, Linear};
 use crate::pages::Pages;
+use crate::picked::Picked;
 use crate::pool::Pool;
 use crate::quantize::{GROUP, Quantized};
-use crate::{KernelSet, Tensor, attention, elementwise, isa, limits, matmul, recurrent};
+use crate::tensor::Matrix;
+use crate::{KernelSet, Tensor, attention, elementwise, isa, limits, matmul, recurrent, sparse};
 
 /// How a [`Cpu`] is made.
 #[derive(Debug, Clone, Default)]
@@ -97,13 +99,23 @@ impl Cpu {
             BackendError::check("project", "width of the output", weight.outputs, out.width())?;
             BackendError::check("project", "rows of the output", x.rows(), out.rows())?;
         }
+        self.shared_products(x.matrix(), outs, &[Share::WHOLE], store)
+    }
+
+    fn shared_products(
+        &self,
+        x: Matrix<'_>,
+        outs: &mut [(&Linear, &mut Tensor)],
+        shares: &[Share<'_>],
+        store: Store,
+    ) -> Result<(), BackendError> {
         let mut quantized = self.quantized.lock().unwrap_or_else(PoisonError::into_inner);
         if outs.iter().any(|(weight, _)| matches!(weight.body, Body::Codes(_))) {
             quantized.reserve(x.rows(), x.width())?;
             quantized.fill(self.set, &self.pool, x);
         }
         let products: Vec<Product<'_>> =
-            outs.iter_mut().map(|(weight, out)| Product::new(weight, out, store)).collect();
+            outs.iter_mut().map(|(weight, out)| Product::new(weight, shares, out, store)).collect();
         matmul::products(self.set, &self.pool, x, &quantized, &products);
         Ok(())
     }
@@ -130,9 +142,19 @@ impl Backend for Cpu {
     }
 
     fn linear(&self, weight: Weight, bias: Option<Weight>) -> Result<Linear, BackendError> {
+        self.stack(weight, bias, 1)
+    }
+
+    fn stack(&self, weight: Weight, bias: Option<Weight>, count: usize) -> Result<Linear, BackendError> {
+        BackendError::check("stack", "remainder of the rows", 0, weight.rows() % count)?;
+        let outputs = weight.rows() / count;
+        if count > 1 && !outputs.is_multiple_of(isa::LANES) {
+            let what = "a stack's number of outputs";
+            return Err(BackendError::Unsupported { what, found: outputs.to_string(), needs: "a multiple of 16" });
+        }
         // Sums over quantized activations run in groups of 32; a format whose rows are no multiple of that is decoded.
         let exact = self.exact || !weight.cols().is_multiple_of(GROUP);
-        Ok(Linear::pack(&self.pool, &weight, bias.as_ref(), exact)?)
+        Ok(Linear::pack(&self.pool, &weight, bias.as_ref(), count, exact)?)
     }
 
     fn linear_bytes(&self, linear: &Linear) -> usize {
@@ -166,6 +188,10 @@ impl Backend for Cpu {
 
     fn plan<'a>(&self, step: &'a StepPlan) -> &'a StepPlan {
         step
+    }
+
+    fn at_outputs(&self, step: &StepPlan) -> Option<StepPlan> {
+        Some(step.at_outputs())
     }
 
     fn embed(&self, step: &StepPlan, table: &Linear, scale: f32, out: &mut Tensor) -> Result<(), BackendError> {
@@ -211,6 +237,72 @@ impl Backend for Cpu {
 
     fn project_add(&self, x: &Tensor, weight: &Linear, acc: &mut Tensor) -> Result<(), BackendError> {
         self.products(x, &mut [(weight, acc)], Store::Add)
+    }
+
+    fn route(
+        &self,
+        logits: &Tensor,
+        routing: Routing,
+        sides: [Option<&Vec<f32>>; 2],
+        picks: &mut Tensor,
+    ) -> Result<(), BackendError> {
+        routing.check(shape(logits), sides.map(|side| side.map(Vec::len)), shape(picks))?;
+        let [bias, factors] = sides.map(|side| side.map(Vec::as_slice));
+        elementwise::rows(&self.pool, picks, |row, picks| routing.pick(logits.row(row), bias, factors, picks));
+        Ok(())
+    }
+
+    fn project_picked(
+        &self,
+        x: &Tensor,
+        picks: &Tensor,
+        outs: &mut [(&Linear, &mut Tensor)],
+    ) -> Result<(), BackendError> {
+        let Some(count) = outs.iter().map(|(stack, _)| stack.count).min() else { return Ok(()) };
+        for (stack, out) in outs.iter() {
+            let matrices = (stack.count, stack.outputs, stack.inputs);
+            kvern_backend::check_picked(shape(x), shape(picks), matrices, shape(out))?;
+        }
+        let picked =
+            Picked::experts(picks.matrix(), count, x.rows() != picks.rows()).map_err(|found| BackendError::Shape {
+                verb: "project_picked",
+                what: "matrices of the stack",
+                expected: found + 1,
+                found: count,
+            })?;
+        self.shared_products(x.matrix(), outs, &picked.shares(), Store::Set)
+    }
+
+    fn combine(&self, x: &Tensor, picks: &Tensor, out: &mut Tensor) -> Result<(), BackendError> {
+        kvern_backend::check_combine(shape(x), shape(picks), shape(out))?;
+        elementwise::combine(self.set, &self.pool, x, picks, Store::Set, out);
+        Ok(())
+    }
+
+    fn combine_add(&self, x: &Tensor, picks: &Tensor, acc: &mut Tensor) -> Result<(), BackendError> {
+        kvern_backend::check_combine(shape(x), shape(picks), shape(acc))?;
+        elementwise::combine(self.set, &self.pool, x, picks, Store::Add, acc);
+        Ok(())
+    }
+
+    fn project_heads(&self, x: &Tensor, stack: &Linear, out: &mut Tensor) -> Result<(), BackendError> {
+        BackendError::check("project_heads", "rows of the output", x.rows(), out.rows())?;
+        BackendError::check("project_heads", "width of the input", stack.count * stack.inputs, x.width())?;
+        BackendError::check("project_heads", "width of the output", stack.count * stack.outputs, out.width())?;
+        let heads = Picked::heads(x.rows(), stack.count);
+        self.shared_products(x.runs(stack.inputs), &mut [(stack, out)], &heads.shares(), Store::Set)
+    }
+
+    fn layer_norm_in_place(
+        &self,
+        x: &mut Tensor,
+        [weight, bias]: [&Vec<f32>; 2],
+        eps: f32,
+    ) -> Result<(), BackendError> {
+        BackendError::check("layer_norm", "values of the weight", x.width(), weight.len())?;
+        BackendError::check("layer_norm", "values of the bias", x.width(), bias.len())?;
+        elementwise::layer_norm(&self.pool, x, weight, bias, eps);
+        Ok(())
     }
 
     fn rope_angles(
@@ -270,6 +362,45 @@ impl Backend for Cpu {
         Ok(())
     }
 
+    fn select(
+        &self,
+        step: &StepPlan,
+        pages: &Pages,
+        indexer: Indexer,
+        inputs: (&Tensor, &Tensor),
+        picks: &mut Tensor,
+    ) -> Result<(), BackendError> {
+        indexer.check(pages.spec(), step.tokens.len(), [inputs.0, inputs.1, &*picks].map(shape))?;
+        for segment in &step.segments {
+            kvern_backend::columns("select", segment, indexer.slot.group)?;
+        }
+        sparse::select(self.set, &self.pool, (step, pages), indexer, inputs, picks);
+        Ok(())
+    }
+
+    fn attend_picked(
+        &self,
+        step: &StepPlan,
+        pages: &Pages,
+        attention: Attention,
+        picks: &Tensor,
+        q: &Tensor,
+        out: &mut Tensor,
+    ) -> Result<(), BackendError> {
+        attention.check(pages.spec(), step.tokens.len(), None, shape(q), shape(out))?;
+        BackendError::check("attend_picked", "rows of the picks", q.rows(), picks.rows())?;
+        let group = attention.slot.group;
+        if pages.spec().groups()[group].kind != Kind::Latent {
+            let found = pages.spec().groups()[group].kind.name();
+            return Err(BackendError::Kind { verb: "attend_picked", group, found });
+        }
+        for segment in &step.segments {
+            kvern_backend::columns("attend_picked", segment, group)?;
+        }
+        sparse::attend(self.set, &self.pool, (step, pages), attention, picks, q, out);
+        Ok(())
+    }
+
     fn convolve(
         &self,
         step: &StepPlan,
@@ -316,6 +447,13 @@ impl Backend for Cpu {
         Ok(())
     }
 
+    fn gate_clamped(&self, unit: (f32, f32), gate: &mut Tensor, up: &Tensor) -> Result<(), BackendError> {
+        BackendError::check("gate_clamped", "width of the factor", gate.width(), up.width())?;
+        BackendError::check("gate_clamped", "rows of the factor", gate.rows(), up.rows())?;
+        elementwise::gate_clamped(self.set, &self.pool, unit, gate, up);
+        Ok(())
+    }
+
     fn activate(&self, activation: Activation, x: &mut Tensor) -> Result<(), BackendError> {
         elementwise::activate(self.set, &self.pool, activation, x, None);
         Ok(())
@@ -330,6 +468,31 @@ impl Backend for Cpu {
 
     fn softcap(&self, cap: f32, x: &mut Tensor) -> Result<(), BackendError> {
         elementwise::softcap(self.set, &self.pool, cap, x);
+        Ok(())
+    }
+
+    fn scale(&self, factor: f32, x: &mut Tensor) -> Result<(), BackendError> {
+        elementwise::rows(&self.pool, x, |_, x| x.iter_mut().for_each(|x| *x *= factor));
+        Ok(())
+    }
+
+    fn slice(&self, x: &Tensor, first: usize, out: &mut Tensor) -> Result<(), BackendError> {
+        BackendError::check("slice", "rows of the output", x.rows(), out.rows())?;
+        let end = first + out.width();
+        BackendError::check("slice", "end of the slice", end.min(x.width()), end)?;
+        elementwise::rows(&self.pool, out, |row, out| out.copy_from_slice(&x.row(row)[first..end]));
+        Ok(())
+    }
+
+    fn join(&self, heads: usize, a: &Tensor, b: &Tensor, out: &mut Tensor) -> Result<(), BackendError> {
+        kvern_backend::check_join(heads, [a, b, &*out].map(shape))?;
+        let (first, second) = (a.width() / heads, b.width() / heads);
+        elementwise::rows(&self.pool, out, |row, out| {
+            for (head, out) in out.chunks_exact_mut(first + second).enumerate() {
+                out[..first].copy_from_slice(&a.row(row)[head * first..][..first]);
+                out[first..].copy_from_slice(&b.row(row)[head * second..][..second]);
+            }
+        });
         Ok(())
     }
 

@@ -5,6 +5,7 @@ use std::cell::RefCell;
 use kvern_backend::Activation;
 
 use crate::isa::{Isa, Kernel, LANES};
+use crate::matmul::Store;
 use crate::pool::{Disjoint, Pool};
 use crate::{KernelSet, Tensor};
 
@@ -82,6 +83,52 @@ impl Kernel for Normalize<'_> {
     }
 }
 
+/// `x = (x - mean) / sqrt(variance + eps) * weight + bias` over each row: few values, one row for each token.
+pub fn layer_norm(pool: &Pool, x: &mut Tensor, weight: &[f32], bias: &[f32], eps: f32) {
+    rows(pool, x, |_, x| {
+        let width = x.len() as f64;
+        let mean = x.iter().map(|&x| f64::from(x)).sum::<f64>() / width;
+        let variance = x.iter().map(|&x| (f64::from(x) - mean).powi(2)).sum::<f64>() / width;
+        let factor = 1.0 / (variance + f64::from(eps)).sqrt();
+        for ((x, &weight), &bias) in x.iter_mut().zip(weight).zip(bias) {
+            *x = ((f64::from(*x) - mean) * factor * f64::from(weight) + f64::from(bias)) as f32;
+        }
+    });
+}
+
+/// `acc[t] = Σ_j weight of pick j * x[t * k + j]`, or `+=`.
+pub fn combine(set: KernelSet, pool: &Pool, x: &Tensor, picks: &Tensor, store: Store, acc: &mut Tensor) {
+    let count = picks.width() / 2;
+    rows(pool, acc, |row, acc| {
+        if store == Store::Set {
+            acc.fill(0.0);
+        }
+        for (j, &weight) in picks.row(row)[count..].iter().enumerate() {
+            set.run(AddScaled { x: x.row(row * count + j), weight, acc });
+        }
+    });
+}
+
+/// `acc += weight * x`.
+struct AddScaled<'a> {
+    x: &'a [f32],
+    weight: f32,
+    acc: &'a mut [f32],
+}
+
+impl Kernel for AddScaled<'_> {
+    #[inline(always)]
+    fn run<S: Isa>(self, isa: S) {
+        let (chunks, rest) = self.acc.as_chunks_mut::<LANES>();
+        let (x, x_rest) = self.x.as_chunks::<LANES>();
+        let weight = isa.splat(self.weight);
+        for (acc, x) in chunks.iter_mut().zip(x) {
+            isa.store(isa.fma(isa.load(x), weight, isa.load(acc)), acc);
+        }
+        rest.iter_mut().zip(x_rest).for_each(|(acc, x)| *acc += self.weight * x);
+    }
+}
+
 /// Rotates pairs `(i, i + n)` of every run of `head_dim` values by the row's `n` angles.
 pub fn rope(set: KernelSet, pool: &Pool, x: &mut Tensor, angles: &Tensor, head_dim: usize) {
     rows(pool, x, |row, out| set.run(Rotate { out, angles: angles.row(row), head_dim }));
@@ -127,6 +174,11 @@ pub fn activate(set: KernelSet, pool: &Pool, activation: Activation, x: &mut Ten
             Activation::GeluTanh => set.run(Map { x, by, function: GeluTanh }),
         }
     });
+}
+
+/// `gate = g * sigmoid(alpha g) * (u + 1)` with `g = min(gate, limit)` and `u` within the limit.
+pub fn gate_clamped(set: KernelSet, pool: &Pool, (alpha, limit): (f32, f32), gate: &mut Tensor, up: &Tensor) {
+    rows(pool, gate, |row, gate| set.run(GateClamped { gate, up: up.row(row), alpha, limit }));
 }
 
 /// `x = cap * tanh(x / cap)`.
@@ -196,6 +248,30 @@ impl Function for Softcap {
     #[inline(always)]
     fn lanes<S: Isa>(self, isa: S, x: S::F) -> S::F {
         isa.mul(isa.tanh(isa.mul(x, isa.splat(1.0 / self.0))), isa.splat(self.0))
+    }
+}
+
+struct GateClamped<'a> {
+    gate: &'a mut [f32],
+    up: &'a [f32],
+    alpha: f32,
+    limit: f32,
+}
+
+impl Kernel for GateClamped<'_> {
+    #[inline(always)]
+    fn run<S: Isa>(self, isa: S) {
+        let (limit, one) = (isa.splat(self.limit), isa.splat(1.0));
+        for (gate, up) in self.gate.chunks_mut(LANES).zip(self.up.chunks(LANES)) {
+            let (mut g, mut u) = ([0.0; LANES], [0.0; LANES]);
+            g[..gate.len()].copy_from_slice(gate);
+            u[..up.len()].copy_from_slice(up);
+            let x = isa.min(limit, isa.load(&g));
+            let up = isa.add(isa.max(isa.splat(-self.limit), isa.min(limit, isa.load(&u))), one);
+            let swish = isa.div(x, isa.add(one, isa.exp(isa.mul(x, isa.splat(-self.alpha)))));
+            isa.store(isa.mul(swish, up), &mut g);
+            gate.copy_from_slice(&g[..gate.len()]);
+        }
     }
 }
 

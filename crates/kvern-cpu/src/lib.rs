@@ -24,9 +24,11 @@ mod limits;
 pub mod matmul;
 pub mod pack;
 pub mod pages;
+mod picked;
 pub mod pool;
 pub mod quantize;
 pub mod recurrent;
+mod sparse;
 mod tensor;
 
 pub use backend::{Cpu, CpuOptions, Error};

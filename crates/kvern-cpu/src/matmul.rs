@@ -7,6 +7,8 @@
 //!   group then adds `scale_w * scale_x * dot`, and `bias_w * Σx`.
 //!
 //! Threads split panels, never a sum.
+//!
+//! A product with a stack of matrices is a product for each [`Share`] of the rows: a row's tile is the same whichever rows share its matrix.
 
 #![allow(
     clippy::needless_range_loop,
@@ -19,6 +21,7 @@ use crate::isa::{Isa, Kernel, LANES, Lane};
 use crate::pack::{Body, Codes, Linear, UNIT};
 use crate::pool::{Disjoint, Pool};
 use crate::quantize::{GROUP, Planes, Quantized, Rows};
+use crate::tensor::Matrix;
 use crate::{KernelSet, Tensor};
 
 /// What to do with a product.
@@ -30,9 +33,49 @@ pub enum Store {
     Add,
 }
 
+/// A row of the input, and the row of the output that it becomes.
+#[derive(Debug, Clone, Copy)]
+pub struct Pair {
+    pub input: u32,
+    pub output: u32,
+}
+
+/// Rows that one matrix of a stack is multiplied with.
+#[derive(Debug, Clone, Copy)]
+pub struct Share<'a> {
+    matrix: usize,
+    /// The rows; all of them, in order, when absent.
+    pairs: Option<&'a [Pair]>,
+}
+
+impl<'a> Share<'a> {
+    /// All rows, for what is no stack.
+    pub const WHOLE: Share<'static> = Share { matrix: 0, pairs: None };
+
+    /// Some rows by the matrix of this number.
+    pub fn new(matrix: usize, pairs: &'a [Pair]) -> Self {
+        Self { matrix, pairs: Some(pairs) }
+    }
+
+    fn rows(&self, x: Matrix<'_>) -> usize {
+        self.pairs.map_or(x.rows(), <[Pair]>::len)
+    }
+
+    #[inline(always)]
+    fn input(&self, row: usize) -> usize {
+        self.pairs.map_or(row, |pairs| pairs[row].input as usize)
+    }
+
+    #[inline(always)]
+    fn output(&self, row: usize) -> usize {
+        self.pairs.map_or(row, |pairs| pairs[row].output as usize)
+    }
+}
+
 /// One product of a region.
 pub struct Product<'a> {
     weight: &'a Linear,
+    shares: &'a [Share<'a>],
     store: Store,
     out: Disjoint<'a, f32>,
     /// Panels walked side by side.
@@ -40,38 +83,43 @@ pub struct Product<'a> {
 }
 
 impl<'a> Product<'a> {
-    /// `out` (or `out +=`) the product with `weight`, for all rows of `out`.
-    pub fn new(weight: &'a Linear, out: &'a mut Tensor, store: Store) -> Self {
+    /// `out` (or `out +=`) the products of shares of the rows, no row of the output being in two of them.
+    pub fn new(weight: &'a Linear, shares: &'a [Share<'a>], out: &'a mut Tensor, store: Store) -> Self {
         // With few rows the weights are what is read: more panels at once keep more of them in flight.
-        let panels = if out.rows() < 4 { 4 } else { 2 };
-        Self { weight, store, out: Disjoint::new(out.values_mut()), panels }
+        let panels = if out.rows() < 4 * shares.len() { 4 } else { 2 };
+        Self { weight, shares, store, out: Disjoint::new(out.values_mut()), panels }
     }
 
+    /// Blocks of one share.
     fn blocks(&self) -> usize {
         self.weight.panels().div_ceil(self.panels)
     }
 }
 
 /// Computes products of one input in one parallel region; `quantized` holds `x` if any weight has codes.
-pub fn products(set: KernelSet, pool: &Pool, x: &Tensor, quantized: &Quantized, products: &[Product<'_>]) {
-    let blocks: usize = products.iter().map(Product::blocks).sum();
+pub fn products(set: KernelSet, pool: &Pool, x: Matrix<'_>, quantized: &Quantized, products: &[Product<'_>]) {
+    let blocks: usize = products.iter().map(|product| product.shares.len() * product.blocks()).sum();
     let grain = blocks.div_ceil(pool.threads() * 6);
     pool.run(blocks, grain, |range| {
         let mut first = 0;
         for product in products {
-            let (start, end) = (range.start.max(first), range.end.min(first + product.blocks()));
-            for block in start..end.max(start) {
-                set.run(Block { product, x, quantized, panel: (block - first) * product.panels });
+            for &share in product.shares {
+                let (start, end) = (range.start.max(first), range.end.min(first + product.blocks()));
+                for block in start..end.max(start) {
+                    let panel = share.matrix * product.weight.panels() + (block - first) * product.panels;
+                    set.run(Block { product, share, x, quantized, panel });
+                }
+                first += product.blocks();
             }
-            first += product.blocks();
         }
     });
 }
 
-/// Up to `product.panels` panels × all rows.
+/// Up to `product.panels` panels × all rows of a share.
 struct Block<'a> {
     product: &'a Product<'a>,
-    x: &'a Tensor,
+    share: Share<'a>,
+    x: Matrix<'a>,
     quantized: &'a Quantized,
     panel: usize,
 }
@@ -79,21 +127,21 @@ struct Block<'a> {
 impl Kernel for Block<'_> {
     #[inline(always)]
     fn run<S: Isa>(self, isa: S) {
-        let weight = self.product.weight;
+        let (weight, share) = (self.product.weight, self.share);
         match &weight.body {
-            Body::Raw(Raw::F32, data) => self.rows(isa, &RawPanels { data: data.view::<f32>(), x: self.x }),
-            Body::Raw(Raw::F16, data) => self.rows(isa, &RawPanels { data: data.view::<f16>(), x: self.x }),
-            Body::Raw(Raw::Bf16, data) => self.rows(isa, &RawPanels { data: data.view::<bf16>(), x: self.x }),
+            Body::Raw(Raw::F32, data) => self.rows(isa, &RawPanels { data: data.view::<f32>(), x: self.x, share }),
+            Body::Raw(Raw::F16, data) => self.rows(isa, &RawPanels { data: data.view::<f16>(), x: self.x, share }),
+            Body::Raw(Raw::Bf16, data) => self.rows(isa, &RawPanels { data: data.view::<bf16>(), x: self.x, share }),
             Body::Codes(codes) => {
                 let x = self.quantized.rows();
                 match (codes.affine.bits, codes.affine.group) {
-                    (2, _) => self.rows(isa, &CodePanels::<2, 32, 2> { codes, x }),
-                    (3, _) => self.rows(isa, &CodePanels::<3, 48, 2> { codes, x }),
-                    (4, _) => self.rows(isa, &CodePanels::<4, 64, 2> { codes, x }),
-                    (5, _) => self.rows(isa, &CodePanels::<5, 80, 2> { codes, x }),
-                    (6, 16) => self.rows(isa, &CodePanels::<6, 96, 1> { codes, x }),
-                    (6, _) => self.rows(isa, &CodePanels::<6, 96, 2> { codes, x }),
-                    _ => self.rows(isa, &CodePanels::<8, 128, 2> { codes, x }),
+                    (2, _) => self.rows(isa, &CodePanels::<2, 32, 2> { codes, x, share }),
+                    (3, _) => self.rows(isa, &CodePanels::<3, 48, 2> { codes, x, share }),
+                    (4, _) => self.rows(isa, &CodePanels::<4, 64, 2> { codes, x, share }),
+                    (5, _) => self.rows(isa, &CodePanels::<5, 80, 2> { codes, x, share }),
+                    (6, 16) => self.rows(isa, &CodePanels::<6, 96, 1> { codes, x, share }),
+                    (6, _) => self.rows(isa, &CodePanels::<6, 96, 2> { codes, x, share }),
+                    _ => self.rows(isa, &CodePanels::<8, 128, 2> { codes, x, share }),
                 }
             }
         }
@@ -114,9 +162,10 @@ trait Panels {
 impl Block<'_> {
     #[inline(always)]
     fn rows<S: Isa>(&self, isa: S, panels: &impl Panels) {
-        let left = self.product.weight.panels() - self.panel;
+        let each = self.product.weight.panels();
+        let (left, rows) = ((self.share.matrix + 1) * each - self.panel, self.share.rows(self.x));
         if self.product.panels == 4 && left >= 4 {
-            for row in 0..self.x.rows() {
+            for row in 0..rows {
                 self.tile::<S, 1, 4>(isa, panels, self.panel, row);
             }
             return;
@@ -129,7 +178,7 @@ impl Block<'_> {
             // A macro, not a closure: a closure would be compiled without the instruction set.
             macro_rules! tiles {
                 ($r:literal, $p:literal) => {
-                    while self.x.rows() - row >= $r {
+                    while rows - row >= $r {
                         self.tile::<S, $r, $p>(isa, panels, panel, row);
                         row += $r;
                     }
@@ -156,14 +205,14 @@ impl Block<'_> {
         let tile = panels.tile::<S, R, P>(isa, weight.inputs, row, panel);
         for (r, lanes) in tile.iter().enumerate() {
             for (p, &value) in lanes.iter().enumerate() {
-                let output = (panel + p) * LANES;
+                let output = (panel + p - self.share.matrix * weight.panels()) * LANES;
                 let value = match &weight.bias {
                     Some(bias) => isa.add(value, isa.load(&bias.as_chunks().0[panel + p])),
                     None => value,
                 };
-                let start = (row + r) * weight.outputs + output;
+                let start = self.share.output(row + r) * weight.outputs + output;
                 let end = start + LANES.min(weight.outputs - output);
-                // SAFETY: blocks of a region are disjoint in panels, and tiles of a block in rows.
+                // SAFETY: blocks of a region are disjoint in panels or in rows of the output, and tiles of a block in rows.
                 let out = unsafe { self.product.out.part(start..end) };
                 self.write(isa, value, out);
             }
@@ -187,7 +236,8 @@ impl Block<'_> {
 
 struct RawPanels<'a, E> {
     data: &'a [E],
-    x: &'a Tensor,
+    x: Matrix<'a>,
+    share: Share<'a>,
 }
 
 impl<E: Lane> Panels for RawPanels<'_, E> {
@@ -209,7 +259,7 @@ impl<E: Lane> Panels for RawPanels<'_, E> {
         }
         let mut rows: [&[f32]; R] = [&[]; R];
         for r in 0..R {
-            rows[r] = self.x.row(row + r);
+            rows[r] = self.x.row(self.share.input(row + r));
         }
         let mut total = [[isa.splat(0.0); P]; R];
         let whole = inputs / CHUNK;
@@ -256,6 +306,7 @@ impl<E: Lane> Panels for RawPanels<'_, E> {
 struct CodePanels<'a, const BITS: u32, const BYTES: usize, const BLOCKS: usize> {
     codes: &'a Codes,
     x: Rows<'a>,
+    share: Share<'a>,
 }
 
 impl<const BITS: u32, const BYTES: usize, const BLOCKS: usize> CodePanels<'_, BITS, BYTES, BLOCKS> {
@@ -298,10 +349,10 @@ impl<const BITS: u32, const BYTES: usize, const BLOCKS: usize> Panels for CodePa
         let affine = self.codes.affine;
         let sum = BLOCKS * LANES;
         let (panel_units, groups) = (inputs / UNIT, inputs / affine.group);
-        let mut x = [self.x.row(row); R];
+        let mut x = [self.x.row(self.share.input(row)); R];
         let mut x_codes: [&[[Planes; BLOCKS]]; R] = [&[]; R];
         for r in 0..R {
-            x[r] = self.x.row(row + r);
+            x[r] = self.x.row(self.share.input(row + r));
             x_codes[r] = x[r].codes.as_chunks().0;
         }
         let all = self.codes.codes.bytes().as_chunks::<BYTES>().0;

@@ -22,10 +22,12 @@ use crate::pool::{Disjoint, Pool};
 /// Inputs of one unit of codes.
 pub const UNIT: usize = 8;
 
-/// A packed weight matrix.
+/// A packed weight matrix, or a stack of them.
 #[derive(Debug)]
 pub struct Linear {
-    /// Rows of the weight.
+    /// Matrices of the stack.
+    pub count: usize,
+    /// Rows of one matrix; of a stack, whole panels.
     pub outputs: usize,
     /// Columns of the weight.
     pub inputs: usize,
@@ -131,10 +133,16 @@ impl Codes {
 }
 
 impl Linear {
-    /// Packs a weight; `exact` decodes quantized weights to `f32` instead of keeping codes.
-    pub fn pack(pool: &Pool, weight: &Weight, bias: Option<&Weight>, exact: bool) -> Result<Self, AllocError> {
-        let (outputs, inputs) = (weight.rows(), weight.cols());
-        let panels = outputs.div_ceil(LANES);
+    /// Packs a weight, which is `count` matrices one below the other; `exact` decodes quantized weights to `f32` instead of keeping codes.
+    pub fn pack(
+        pool: &Pool,
+        weight: &Weight,
+        bias: Option<&Weight>,
+        count: usize,
+        exact: bool,
+    ) -> Result<Self, AllocError> {
+        let (outputs, inputs) = (weight.rows() / count, weight.cols());
+        let panels = weight.rows().div_ceil(LANES);
         let body = match (weight.affine(), weight.encoding()) {
             (Some(affine), _) if !exact => Body::Codes(pack_codes(pool, weight, affine)?),
             (None, Encoding::Raw(Raw::F16)) if !exact => pack_raw::<f16>(pool, weight)?,
@@ -146,10 +154,10 @@ impl Linear {
             values.resize(panels * LANES, 0.0);
             values
         });
-        Ok(Self { outputs, inputs, body, bias })
+        Ok(Self { count, outputs, inputs, body, bias })
     }
 
-    /// Panels of 16 outputs.
+    /// Panels of 16 outputs of one matrix.
     pub fn panels(&self) -> usize {
         self.outputs.div_ceil(LANES)
     }

@@ -9,9 +9,10 @@
 
 use kvern_base::{AllocError, Buffer};
 
+use crate::KernelSet;
 use crate::isa::{Isa, Kernel, LANES};
 use crate::pool::{Disjoint, Pool};
-use crate::{KernelSet, Tensor};
+use crate::tensor::Matrix;
 
 /// Values that share an activation scale.
 pub const GROUP: usize = 32;
@@ -68,8 +69,8 @@ impl Quantized {
         Ok(())
     }
 
-    /// Quantizes a tensor whose width is a multiple of [`GROUP`].
-    pub fn fill(&mut self, set: KernelSet, pool: &Pool, x: &Tensor) {
+    /// Quantizes rows whose width is a multiple of [`GROUP`].
+    pub fn fill(&mut self, set: KernelSet, pool: &Pool, x: Matrix<'_>) {
         self.width = x.width();
         let (rows, groups) = (x.rows(), self.width / GROUP);
         let codes = Disjoint::new(&mut self.codes.view_mut::<Planes>()[..2 * rows * groups]);

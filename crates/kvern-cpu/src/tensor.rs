@@ -53,4 +53,39 @@ impl Tensor {
     pub fn row(&self, row: usize) -> &[f32] {
         &self.values()[row * self.width..][..self.width]
     }
+
+    /// The rows in use.
+    pub fn matrix(&self) -> Matrix<'_> {
+        self.runs(self.width)
+    }
+
+    /// The runs of `width` values that the rows consist of, as rows of their own.
+    pub fn runs(&self, width: usize) -> Matrix<'_> {
+        Matrix { values: self.values(), width }
+    }
+}
+
+/// Rows to read.
+#[derive(Debug, Clone, Copy)]
+pub struct Matrix<'a> {
+    values: &'a [f32],
+    width: usize,
+}
+
+impl<'a> Matrix<'a> {
+    /// Number of rows.
+    pub fn rows(&self) -> usize {
+        self.values.len() / self.width
+    }
+
+    /// Values of a row.
+    pub fn width(&self) -> usize {
+        self.width
+    }
+
+    /// One row.
+    #[inline(always)]
+    pub fn row(&self, row: usize) -> &'a [f32] {
+        &self.values[row * self.width..][..self.width]
+    }
 }

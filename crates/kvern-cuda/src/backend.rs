@@ -459,6 +459,21 @@ impl Backend for Cuda {
         unsafe { self.launch("softcap", Grid::values(x.len()), &[&x.address(), &cap, &(x.len() as u64)]) }
     }
 
+    fn scale(&self, factor: f32, x: &mut Tensor) -> Result<(), BackendError> {
+        // SAFETY: exactly the tensor's values.
+        unsafe { self.launch("scale", Grid::values(x.len()), &[&x.address(), &factor, &(x.len() as u64)]) }
+    }
+
+    fn slice(&self, x: &Tensor, first: usize, out: &mut Tensor) -> Result<(), BackendError> {
+        BackendError::check("slice", "rows of the output", x.rows, out.rows)?;
+        let end = first + out.width;
+        BackendError::check("slice", "end of the slice", end.min(x.width), end)?;
+        let (first, from, width) = (first as u32, x.width as u32, out.width as u32);
+        let arguments: &[&dyn Argument] = &[&x.address(), &out.address(), &first, &from, &width];
+        // SAFETY: the shapes were checked.
+        unsafe { self.launch("slice", Grid::rows(out.rows, out.width), arguments) }
+    }
+
     fn outputs(&self, step: &Step, x: &Tensor, out: &mut Tensor) -> Result<(), BackendError> {
         BackendError::check("outputs", "rows of the output", step.outputs, out.rows)?;
         BackendError::check("outputs", "width of the output", x.width, out.width)?;

@@ -64,6 +64,8 @@ pub const MODULES: &[Module] = &[
             "rope_angles",
             "rope",
             "activate",
+            "scale",
+            "slice",
             "softcap",
             "decay",
             "gather",

@@ -2,10 +2,11 @@
 //!
 //! Both sources are read through [`Fields`], which names the field in every error.
 
+use kvern_state::StateSpec;
 use kvern_weights::Source;
 use serde_json::Value;
 
-use crate::Error;
+use crate::{Error, Info, Weights};
 
 /// The `model_type` of a checkpoint.
 pub(crate) fn model_type(source: &Source) -> Result<String, Error> {
@@ -16,10 +17,62 @@ pub(crate) fn model_type(source: &Source) -> Result<String, Error> {
     found.ok_or_else(|| Error::Config { field: field.into(), expected: "the model's name", found: "nothing".into() })
 }
 
-/// Checks that heads can be shared out evenly.
-pub(crate) fn check_multiple(field: &str, heads: usize, expected: &'static str, of: usize) -> Result<(), Error> {
-    let found = format!("{heads} heads for {of} key/value heads");
-    if heads.is_multiple_of(of) { Ok(()) } else { Err(Error::Config { field: field.into(), expected, found }) }
+/// Checks that heads, or experts, can be shared out evenly.
+pub(crate) fn check_multiple(field: &str, count: usize, expected: &'static str, of: usize) -> Result<(), Error> {
+    if count.is_multiple_of(of) {
+        return Ok(());
+    }
+    Err(Error::Config { field: field.into(), expected, found: format!("{count}, with {of} of those") })
+}
+
+/// What every decoder's configuration says.
+#[derive(Debug, Clone)]
+pub(crate) struct Outline {
+    pub(crate) hidden: usize,
+    pub(crate) layers: usize,
+    pub(crate) heads: usize,
+    pub(crate) vocab: usize,
+    pub(crate) context: usize,
+    pub(crate) eps: f32,
+    /// Whether the embedding is also the head, if the configuration says.
+    pub(crate) tied: Option<bool>,
+}
+
+impl Outline {
+    /// Reads the fields; `context` where the configuration has none.
+    pub(crate) fn new(fields: Fields<'_>, context: usize) -> Result<Self, Error> {
+        Ok(Self {
+            hidden: fields.needed("hidden_size")?,
+            layers: fields.needed("num_hidden_layers")?,
+            heads: fields.needed("num_attention_heads")?,
+            vocab: fields.needed("vocab_size")?,
+            context: fields.count("max_position_embeddings")?.unwrap_or(context),
+            eps: fields.float("rms_norm_eps")?.unwrap_or(1e-6) as f32,
+            tied: fields.flag("tie_word_embeddings")?,
+        })
+    }
+
+    /// Heads of keys and values: a divisor of the query heads.
+    pub(crate) fn kv_heads(&self, fields: Fields<'_>) -> Result<usize, Error> {
+        let kv_heads = fields.count("num_key_value_heads")?.unwrap_or(self.heads);
+        check_multiple("num_attention_heads", self.heads, "a multiple of num_key_value_heads", kv_heads)?;
+        Ok(kv_heads)
+    }
+
+    /// What is known of the model once it is loaded.
+    pub(crate) fn info(&self, architecture: &str, spec: StateSpec, fingerprint: String, weights: Weights) -> Info {
+        Info {
+            architecture: architecture.into(),
+            layers: self.layers,
+            hidden: self.hidden,
+            heads: self.heads,
+            vocab: self.vocab,
+            context: self.context,
+            spec,
+            fingerprint,
+            weights,
+        }
+    }
 }
 
 /// A JSON object whose fields are wanted by name and type.
@@ -35,7 +88,8 @@ impl<'a> Fields<'a> {
         Self { object, path }
     }
 
-    fn wrong(&self, field: &str, expected: &'static str) -> Error {
+    /// The error of a field that should be something else.
+    pub(crate) fn wrong(&self, field: &str, expected: &'static str) -> Error {
         let found = self.object.get(field).map_or("nothing".into(), Value::to_string);
         Error::Config { field: format!("{}{field}", self.path), expected, found }
     }
@@ -81,8 +135,28 @@ impl<'a> Fields<'a> {
         self.float(field)?.ok_or_else(|| self.wrong(field, "a finite number"))
     }
 
+    /// A number above zero.
+    pub(crate) fn positive(&self, field: &str) -> Result<Option<f64>, Error> {
+        self.get(field, "a positive number", |value| value.as_f64().filter(|x| x.is_finite() && *x > 0.0))
+    }
+
+    /// Checks that a field, if it is there, has the only value that the graph knows.
+    pub(crate) fn only(&self, field: &str, expected: &'static str) -> Result<(), Error> {
+        match self.object.get(field) {
+            None | Some(Value::Null) => Ok(()),
+            Some(Value::String(found)) if found == expected => Ok(()),
+            Some(_) => Err(self.wrong(field, expected)),
+        }
+    }
+
     pub(crate) fn flag(&self, field: &str) -> Result<Option<bool>, Error> {
         self.get(field, "true or false", Value::as_bool)
+    }
+
+    /// A list of integers that are not negative.
+    pub(crate) fn indices(&self, field: &str) -> Result<Option<Vec<usize>>, Error> {
+        let index = |value: &Value| value.as_u64().and_then(|n| usize::try_from(n).ok());
+        self.get(field, "a list of indices", |value| value.as_array()?.iter().map(index).collect())
     }
 
     /// A list of strings.
@@ -94,18 +168,29 @@ impl<'a> Fields<'a> {
     pub(crate) fn layer_types(
         &self,
         layers: usize,
+        kinds: [&str; 2],
+        expected: &'static str,
+    ) -> Result<Option<Vec<bool>>, Error> {
+        self.kinds("layer_types", layers, kinds, expected)
+    }
+
+    /// The same of another field with a kind for each layer.
+    pub(crate) fn kinds(
+        &self,
+        field: &str,
+        layers: usize,
         [first, second]: [&str; 2],
         expected: &'static str,
     ) -> Result<Option<Vec<bool>>, Error> {
-        let Some(kinds) = self.texts("layer_types")? else { return Ok(None) };
+        let Some(kinds) = self.texts(field)? else { return Ok(None) };
+        let wrong = |expected, found| Error::Config { field: format!("{}{field}", self.path), expected, found };
         if kinds.len() != layers {
-            let found = format!("{} kinds", kinds.len());
-            return Err(Error::Config { field: "layer_types".into(), expected: "a kind for each layer", found });
+            return Err(wrong("a kind for each layer", format!("{} kinds", kinds.len())));
         }
         let is_first = |kind: &&str| match *kind {
             kind if kind == first => Ok(true),
             kind if kind == second => Ok(false),
-            other => Err(Error::Config { field: "layer_types".into(), expected, found: other.into() }),
+            other => Err(wrong(expected, other.into())),
         };
         kinds.iter().map(is_first).collect::<Result<_, _>>().map(Some)
     }

@@ -7,7 +7,7 @@ use crate::Error;
 
 /// The fields that all architectures share.
 pub(crate) fn config(name: &str, metadata: &Metadata) -> Result<Value, Error> {
-    let int = |key: &str| metadata.int(&format!("{name}.{key}"));
+    let int = |key: &str| int(name, metadata, key);
     let float = |key: &str| metadata.float(&format!("{name}.{key}"));
     let vocab = match int("vocab_size")? {
         Some(vocab) => Some(vocab),
@@ -51,7 +51,11 @@ pub(crate) fn tensor(name: &str, own: &[(&str, &str)]) -> String {
             other => other.into(),
         };
     };
-    let (base, kind) = part.rsplit_once('.').unwrap_or((part, ""));
+    // A part that is no matrix may have no kind.
+    let (base, kind) = match part.rsplit_once('.') {
+        Some((base, kind @ ("weight" | "bias"))) => (base, kind),
+        _ => (part, ""),
+    };
     let own = own.iter().find(|(gguf, _)| *gguf == base).map(|(_, hub)| *hub);
     let base = own.unwrap_or(match base {
         "attn_norm" => "input_layernorm",
@@ -65,7 +69,34 @@ pub(crate) fn tensor(name: &str, own: &[(&str, &str)]) -> String {
         "ffn_gate" => "mlp.gate_proj",
         "ffn_up" => "mlp.up_proj",
         "ffn_down" => "mlp.down_proj",
+        "ffn_gate_inp" => "mlp.gate",
+        "ffn_gate_exps" => "mlp.switch_mlp.gate_proj",
+        "ffn_up_exps" => "mlp.switch_mlp.up_proj",
+        "ffn_down_exps" => "mlp.switch_mlp.down_proj",
         other => other,
     });
-    format!("model.layers.{layer}.{base}.{kind}")
+    let dot = if kind.is_empty() { "" } else { "." };
+    format!("model.layers.{layer}.{base}{dot}{kind}")
+}
+
+/// An integer of the architecture `name`, or the first of a list with one for each layer.
+fn int(name: &str, metadata: &Metadata, key: &str) -> Result<Option<i64>, Error> {
+    let key = format!("{name}.{key}");
+    match metadata.get(&key) {
+        Some(kvern_weights::gguf::Value::Ints(all)) => Ok(all.first().copied()),
+        _ => Ok(metadata.int(&key)?),
+    }
+}
+
+/// An integer for each of `layers` layers: as many are given, or one for all.
+pub(crate) fn ints(name: &str, metadata: &Metadata, key: &str, layers: usize) -> Result<Option<Vec<i64>>, Error> {
+    let full = format!("{name}.{key}");
+    match metadata.get(&full) {
+        Some(kvern_weights::gguf::Value::Ints(all)) if all.len() == layers => Ok(Some(all.clone())),
+        Some(kvern_weights::gguf::Value::Ints(all)) => {
+            let found = format!("{} of them", all.len());
+            Err(Error::Config { field: full, expected: "a number for each layer", found })
+        }
+        _ => Ok(metadata.int(&full)?.map(|one| vec![one; layers])),
+    }
 }

@@ -21,10 +21,16 @@
 
 mod config;
 mod error;
+mod experts;
 mod gemma2;
+mod gemma4;
 mod gguf;
+mod glm_moe_dsa;
+mod gpt_oss;
 mod llama;
 mod loader;
+mod mlp;
+mod mtp;
 mod qwen3_5;
 pub mod rope;
 mod workspace;
@@ -55,11 +61,19 @@ pub struct Info {
     pub spec: StateSpec,
     /// Names the weights and the configuration, so that state of another model is not mistaken for this one's.
     pub fingerprint: String,
-    /// Bytes of packed weights.
-    pub weight_bytes: usize,
-    /// Bytes of packed weights that every step reads, the head included; an embedding that is no head is not.
-    pub step_weight_bytes: usize,
-    /// Weights that every token is multiplied with: all matrices but embedding and head.
+    /// How large the weights are.
+    pub weights: Weights,
+}
+
+/// How large a model's weights are.
+#[derive(Debug, Clone, Copy, Default)]
+pub struct Weights {
+    /// Bytes of all packed weights.
+    pub bytes: usize,
+    /// Bytes of packed weights that a step of one token reads, the head included; an embedding that is no head is not, and of experts those are that
+    /// a token is routed to.
+    pub step_bytes: usize,
+    /// Weights that every token is multiplied with: those of all matrices but embedding and head, and of experts those that it is routed to.
     pub layer_parameters: usize,
 }
 
@@ -145,15 +159,26 @@ impl Default for LoadOptions<'_> {
 /// Builds one family of models.
 type Build<B> = fn(&B, Checkpoint, &LoadOptions<'_>) -> Result<Box<dyn Model<B>>, Error>;
 
-/// Every `model_type` with the function that builds it. GGUF architectures have the same names.
-fn registry<B: Backend>() -> [(&'static str, Build<B>); 6] {
+/// Every `model_type` with the function that builds it, and the same models' names in GGUF files where those differ.
+fn registry<B: Backend>() -> [(&'static str, Build<B>); 17] {
     [
+        ("deepseek_v3", glm_moe_dsa::load),
+        ("deepseek_v32", glm_moe_dsa::load),
         ("gemma2", gemma2::load),
+        ("gemma4", gemma4::load),
+        ("glm-dsa", glm_moe_dsa::load),
+        ("glm_moe_dsa", glm_moe_dsa::load),
+        ("gpt-oss", gpt_oss::load),
+        ("gpt_oss", gpt_oss::load),
         ("llama", llama::load),
         ("mistral", llama::load),
         ("qwen2", llama::load),
         ("qwen3", llama::load),
+        ("qwen35", qwen3_5::load),
+        ("qwen35moe", qwen3_5::load),
         ("qwen3_5", qwen3_5::load),
+        ("qwen3_5_moe", qwen3_5::load),
+        ("qwen3_next", qwen3_5::load),
     ]
 }
 

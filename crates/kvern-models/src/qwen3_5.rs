@@ -1,9 +1,10 @@
-//! Qwen3.5, dense: gated delta nets with a full-attention layer in every few.
+//! Qwen3.5, dense and with experts, and Qwen3-Next: gated delta nets with a full-attention layer in every few.
 //!
 //! ```text
 //! x = embed(tokens)
 //! each layer:  x += Mixer(rms(x))
-//!              x += Down · (silu(Gate · h) * (Up · h))         with h = rms(x)
+//!              x += Down · (silu(Gate · h) * (Up · h))                                  with h = rms(x), or
+//!              x += Σ weight_e Expert_e(h) + sigmoid(SharedGate · h) * Shared(h)
 //! logits = Head · rms(x)
 //!
 //! full attention:   O · (sigmoid(g) * attend(rope(rms(q)), rope(rms(k)), v))    with q, g, k, v = Q, G, K, V · h
@@ -14,36 +15,38 @@
 //!
 //! Traps: `q_proj` holds query and gate of each head one after the other; rope turns the first part of a head only; norms multiply by `1 + weight`, but
 //! for the delta net's own; a trained checkpoint has convolutions `[channels, 1, taps]` and raw norm weights, a converted one
-//! `[channels, taps, 1]` and the sums. (The weights themselves do not tell: the mean of a trained raw one can be 0.94.) The recurrence runs in f32, token by token, in prefill and decode alike. The
-//! multi-token-prediction head (`mtp.*`) is loaded if asked for; a vision part is left out.
+//! `[channels, taps, 1]` and the sums. (The weights themselves do not tell: the mean of a trained raw one can be 0.94.) Experts' weights are always
+//! brought to a sum of 1, whatever the configuration says. The recurrence runs in f32, token by token, in prefill and decode alike. The
+//! multi-token-prediction head (`mtp.*`) is loaded if asked for; a vision part is left out. Where the tensors of a delta net lie is [`layout`]'s affair.
 
-mod mtp;
+mod layout;
 
-use kvern_backend::{Activation, Attention, Backend, DeltaInputs, DeltaRule, Slot};
-use kvern_state::{GroupSpec, StateSpec};
+use kvern_backend::{Activation, Attention, Backend, DeltaInputs, DeltaRule, Routing, Score, Slot};
+use kvern_state::{Codec, GroupSpec, StateSpec};
 use kvern_weights::{Checkpoint, Source};
 use serde_json::Value;
 
-use self::mtp::Mtp;
-use crate::config::{Fields, check_multiple};
-use crate::loader::{Loader, state_codec};
+use self::layout::Layout;
+use crate::config::{Fields, Outline, check_multiple, model_type};
+use crate::experts::{Bank, ExpertSpace, Experts, Sizes, Unit};
+use crate::loader::{Ends, Loader};
+use crate::mlp::Mlp;
+use crate::mtp::{self, Mtp};
 use crate::rope::Rope;
-use crate::workspace::{self, Widths};
+use crate::workspace::{self, Heads, Run};
 use crate::{Error, Info, LoadOptions, Model};
 
 /// The shapes of a model.
 #[derive(Debug, Clone)]
 struct Config {
-    hidden: usize,
-    layers: usize,
-    intermediate: usize,
-    vocab: usize,
-    context: usize,
-    eps: f32,
-    tied: bool,
-    /// Which layers attend.
+    outline: Outline,
+    /// Of dense layers, if there are any.
+    intermediate: Option<usize>,
+    /// Which layers attend, and which have experts.
     attends: Vec<bool>,
-    heads: usize,
+    sparse: Vec<bool>,
+    /// Of the experts, and of the one that all tokens share.
+    experts: Option<(Sizes, Sizes)>,
     kv_heads: usize,
     head_dim: usize,
     rope: Rope,
@@ -59,42 +62,51 @@ impl Config {
     fn from_json(config: &Value) -> Result<Self, Error> {
         let outer = Fields::new(config, "");
         let fields = outer.object("text_config", "text_config.")?.unwrap_or(outer);
-        let wrong = |field: &str, expected, found: String| Error::Config { field: field.into(), expected, found };
-        let layers = fields.needed("num_hidden_layers")?;
+        let mut outline = Outline::new(fields, 32_768)?;
+        outline.tied = outline.tied.or(outer.flag("tie_word_embeddings")?);
+        let layers = outline.layers;
         let interval = fields.count("full_attention_interval")?.unwrap_or(4);
         let kinds = ["full_attention", "linear_attention"];
         let attends = fields.layer_types(layers, kinds, "full_attention or linear_attention")?;
         let attends = attends.unwrap_or_else(|| (1..=layers).map(|layer| layer % interval == 0).collect());
-        let heads = fields.needed("num_attention_heads")?;
-        let kv_heads = fields.count("num_key_value_heads")?.unwrap_or(heads);
-        check_multiple("num_attention_heads", heads, "a multiple of num_key_value_heads", kv_heads)?;
         let (key_heads, value_heads) =
             (fields.needed("linear_num_key_heads")?, fields.needed("linear_num_value_heads")?);
         check_multiple("linear_num_value_heads", value_heads, "a multiple of linear_num_key_heads", key_heads)?;
         if fields.flag("attn_output_gate")? == Some(false) {
-            return Err(wrong("attn_output_gate", "true", "false".into()));
+            return Err(fields.wrong("attn_output_gate", "true"));
         }
         let head_dim = fields.count("head_dim")?.unwrap_or(256);
-        let context = fields.count("max_position_embeddings")?.unwrap_or(32_768);
-        let tied = fields.flag("tie_word_embeddings")?.or(outer.flag("tie_word_embeddings")?).unwrap_or(false);
+        let sizes = |experts, picks, intermediate| Sizes { experts, picks, hidden: outline.hidden, intermediate };
+        let experts = match fields.count("num_experts")? {
+            None => None,
+            Some(count) => {
+                let picks = fields.needed("num_experts_per_tok")?;
+                if picks > count {
+                    return Err(fields.wrong("num_experts_per_tok", "at most num_experts"));
+                }
+                let shared = sizes(1, 1, fields.needed("shared_expert_intermediate_size")?);
+                Some((sizes(count, picks, fields.needed("moe_intermediate_size")?), shared))
+            }
+        };
+        let step = fields.count("decoder_sparse_step")?.unwrap_or(1);
+        let dense = fields.indices("mlp_only_layers")?.unwrap_or_default();
+        let is_sparse = |layer: usize| experts.is_some() && !dense.contains(&layer) && (layer + 1).is_multiple_of(step);
+        let sparse: Vec<bool> = (0..layers).map(is_sparse).collect();
+        let intermediate = if sparse.contains(&false) { Some(fields.needed("intermediate_size")?) } else { None };
         Ok(Self {
-            hidden: fields.needed("hidden_size")?,
-            layers,
-            intermediate: fields.needed("intermediate_size")?,
-            vocab: fields.needed("vocab_size")?,
-            context,
-            eps: fields.float("rms_norm_eps")?.unwrap_or(1e-6) as f32,
-            tied,
+            intermediate,
             attends,
-            heads,
-            kv_heads,
+            sparse,
+            experts,
+            kv_heads: outline.kv_heads(fields)?,
             head_dim,
-            rope: Rope::from_config(fields, head_dim, context)?,
+            rope: Rope::from_config(fields, head_dim, outline.context)?,
             key_heads,
             value_heads,
             key_dim: fields.needed("linear_key_head_dim")?,
             value_dim: fields.needed("linear_value_head_dim")?,
             taps: fields.count("linear_conv_kernel_dim")?.unwrap_or(4),
+            outline,
         })
     }
 
@@ -103,19 +115,16 @@ impl Config {
         [self.key_heads * self.key_dim, self.value_heads * self.value_dim]
     }
 
-    /// What a layer's row remembers.
-    fn state(
-        &self,
-        index: usize,
-        kv: impl Fn(&dyn Fn((kvern_state::Codec, kvern_state::Codec)) -> GroupSpec) -> GroupSpec,
-    ) -> GroupSpec {
-        if self.attends[index] {
-            return kv(&|codecs| GroupSpec::attention(1, self.kv_heads, self.head_dim, self.head_dim, codecs));
-        }
+    /// Keys and values of a layer of full attention.
+    fn columns(&self, codecs: (Codec, Codec)) -> GroupSpec {
+        GroupSpec::attention(1, self.kv_heads, self.head_dim, self.head_dim, codecs)
+    }
+
+    /// What a delta net remembers: the planes that [`Delta`] names.
+    fn states(&self) -> GroupSpec {
         let [keys, values] = self.delta_widths();
         let tail = self.taps - 1;
         let state = self.value_heads * self.key_dim * self.value_dim;
-        // The planes that `Delta` names.
         let parts = [("q tail", tail * keys), ("k tail", tail * keys), ("v tail", tail * values), ("state", state)];
         GroupSpec::recurrent(1, &parts)
     }
@@ -152,19 +161,24 @@ enum Mixer<B: Backend> {
     Delta(Delta<B>),
 }
 
+enum FeedForward<B: Backend> {
+    Dense(Mlp<B>),
+    /// The experts, and the shared one as a bank of its own, which every token is routed to by a sigmoid.
+    Sparse([Experts<B>; 2]),
+}
+
 struct Layer<B: Backend> {
     slot: Slot,
     input_norm: B::Vector,
     mixer: Mixer<B>,
     post_norm: B::Vector,
-    gate: B::Linear,
-    up: B::Linear,
-    down: B::Linear,
+    feed_forward: FeedForward<B>,
 }
 
 /// Activations of a step: those of every decoder, the gate of full attention, and what a delta net needs; all `[tokens, …]`.
 struct Workspace<B: Backend> {
     base: workspace::Workspace<B>,
+    heads: Heads<B>,
     q_gate: B::Tensor,
     /// Queries, keys and values before and after the convolution.
     raw: [B::Tensor; 3],
@@ -173,25 +187,19 @@ struct Workspace<B: Backend> {
     decay: B::Tensor,
     beta: B::Tensor,
     read: B::Tensor,
+    experts: Option<[ExpertSpace<B>; 2]>,
+    /// Weights that bring queries and keys of a delta net to their length: `key_dim^-1` and `key_dim^-1/2`.
+    lengths: [B::Vector; 2],
 }
 
 struct Qwen35<B: Backend> {
     config: Config,
     info: Info,
-    embed: B::Linear,
-    head: Option<B::Linear>,
-    norm: B::Vector,
+    ends: Ends<B>,
     layers: Vec<Layer<B>>,
     frequencies: B::Vector,
-    /// Weights that bring queries and keys of a delta net to their length: `key_dim^-1` and `key_dim^-1/2`.
-    lengths: [B::Vector; 2],
-    mtp: Option<Mtp<B>>,
+    mtp: Option<Mtp<B, Layer<B>>>,
     workspace: Workspace<B>,
-}
-
-/// Rows `first..first + count` of a matrix that holds several.
-fn rows(first: usize, count: usize) -> Option<Vec<u32>> {
-    Some((first as u32..(first + count) as u32).collect())
 }
 
 fn load_full<B: Backend>(
@@ -200,7 +208,8 @@ fn load_full<B: Backend>(
     name: &str,
     offset: f32,
 ) -> Result<Full<B>, Error> {
-    let Config { hidden, heads, kv_heads, head_dim: dim, .. } = *config;
+    let Config { kv_heads, head_dim: dim, .. } = *config;
+    let Outline { hidden, heads, .. } = config.outline;
     // Each head has its query first and its gate after it.
     let part = |second: usize| {
         let row = |head: usize| (2 * head + second) * dim..(2 * head + second + 1) * dim;
@@ -218,38 +227,112 @@ fn load_full<B: Backend>(
     })
 }
 
-fn load_delta<B: Backend>(loader: &mut Loader<'_, B>, config: &Config, name: &str) -> Result<Delta<B>, Error> {
-    let Config { hidden, value_heads, taps, .. } = *config;
-    let [keys, values] = config.delta_widths();
-    let channels = 2 * keys + values;
-    let conv = format!("{name}.conv1d.weight");
-    // A converter moves the axis of taps; the elements stay where they are.
-    let converted = is_converted(&loader.checkpoint, name);
-    let kernel = loader.take(&conv, &if converted { [channels, taps, 1] } else { [channels, 1, taps] })?.to_vec();
+fn load_delta<B: Backend>(
+    loader: &mut Loader<'_, B>,
+    (config, layout): (&Config, Layout),
+    name: &str,
+) -> Result<Delta<B>, Error> {
     let backend = loader.backend;
-    let mut input = |first: usize, width: usize| -> Result<(B::Linear, B::Vector), Error> {
-        let taps_first = (0..taps).flat_map(|tap| (first..first + width).map(move |channel| channel * taps + tap));
-        let kernel = backend.vector(&taps_first.map(|at| kernel[at]).collect::<Vec<f32>>())?;
-        Ok((loader.linear(&format!("{name}.in_proj_qkv"), [channels, hidden], false, rows(first, width))?, kernel))
+    let kernels = layout.kernels(loader, config, name)?;
+    let mut linear = |part: layout::Part| {
+        loader.linear(&format!("{name}.{}", part.name), [part.rows, config.outline.hidden], false, part.order)
     };
-    let inputs = [input(0, keys)?, input(keys, keys)?, input(2 * keys, values)?];
-    let rate = loader.take(&format!("{name}.A_log"), &[value_heads])?.to_vec();
-    let rate: Vec<f32> = rate.into_iter().map(|log| f64::from(log).exp() as f32).collect();
+    let [q, k, v, z, b, a] = layout.parts(config);
+    let (q, k, v) = (linear(q)?, linear(k)?, linear(v)?);
+    let (z, b, a) = (linear(z)?, linear(b)?, linear(a)?);
+    let [q_kernel, k_kernel, v_kernel] = kernels;
+    let (rate, bias) = layout.decay(loader, config, name)?;
+    let o = layout.output(loader, config, name)?;
     Ok(Delta {
-        inputs,
-        z: loader.linear(&format!("{name}.in_proj_z"), [values, hidden], false, None)?,
-        a: loader.linear(&format!("{name}.in_proj_a"), [value_heads, hidden], false, None)?,
-        b: loader.linear(&format!("{name}.in_proj_b"), [value_heads, hidden], false, None)?,
+        inputs: [(q, q_kernel), (k, k_kernel), (v, v_kernel)],
+        z,
+        a,
+        b,
         rate: backend.vector(&rate)?,
-        bias: loader.vector(&format!("{name}.dt_bias"), value_heads)?,
+        bias: backend.vector(&bias)?,
         norm: loader.vector(&format!("{name}.norm.weight"), config.value_dim)?,
-        o: loader.linear(&format!("{name}.out_proj"), [hidden, values], false, None)?,
+        o: loader.pack(o, None)?,
     })
 }
 
-/// Whether a delta net's tensors went through a converter.
-fn is_converted(checkpoint: &Checkpoint, name: &str) -> bool {
-    checkpoint.shape(&format!("{name}.conv1d.weight")).is_some_and(|shape| shape.last() == Some(&1))
+fn load_feed_forward<B: Backend>(
+    loader: &mut Loader<'_, B>,
+    (config, sparse): (&Config, bool),
+    name: &str,
+) -> Result<FeedForward<B>, Error> {
+    let hidden = config.outline.hidden;
+    let Some((sizes, shared)) = config.experts.filter(|_| sparse) else {
+        let width = config.intermediate.unwrap_or(0);
+        return Ok(FeedForward::Dense(Mlp::load(loader, name, [hidden, width], false)?));
+    };
+    let unit = Unit::Gated(Activation::Silu);
+    let experts = Experts {
+        router: loader.linear(&format!("{name}.gate"), [sizes.experts, hidden], false, None)?,
+        bias: None,
+        factors: None,
+        routing: Routing { score: Score::Softmax, normalize: true, scale: 1.0, groups: None },
+        unit,
+        bank: Bank::load(loader, name, sizes)?,
+    };
+    let one = Mlp::load(loader, &format!("{name}.shared_expert"), [hidden, shared.intermediate], false)?;
+    let shared = Experts {
+        router: loader.linear(&format!("{name}.shared_expert_gate"), [1, hidden], false, None)?,
+        bias: None,
+        factors: None,
+        routing: Routing { score: Score::Sigmoid, normalize: false, scale: 1.0, groups: None },
+        unit,
+        bank: Bank::one(one),
+    };
+    Ok(FeedForward::Sparse([experts, shared]))
+}
+
+fn load_layer<B: Backend>(
+    loader: &mut Loader<'_, B>,
+    config: &Config,
+    (name, slot): (&str, Slot),
+    (mixer, sparse, offset): (Mixer<B>, bool, f32),
+) -> Result<Layer<B>, Error> {
+    let hidden = config.outline.hidden;
+    Ok(Layer {
+        slot,
+        input_norm: loader.norm(&format!("{name}.input_layernorm.weight"), hidden, offset)?,
+        mixer,
+        post_norm: loader.norm(&format!("{name}.post_attention_layernorm.weight"), hidden, offset)?,
+        feed_forward: load_feed_forward(loader, (config, sparse), &format!("{name}.mlp"))?,
+    })
+}
+
+/// The multi-token-prediction head: a layer of full attention.
+fn load_mtp<B: Backend>(
+    loader: &mut Loader<'_, B>,
+    config: &Config,
+    (layout, columns, carry): (Layout, Slot, Slot),
+    options: &LoadOptions<'_>,
+) -> Result<Mtp<B, Layer<B>>, Error> {
+    let Outline { hidden, eps, .. } = config.outline;
+    let names = |offset| mtp::Names {
+        embed_norm: "mtp.pre_fc_norm_embedding.weight".into(),
+        hidden_norm: "mtp.pre_fc_norm_hidden.weight".into(),
+        fc: "mtp.fc.weight".into(),
+        norm: "mtp.norm.weight".into(),
+        offset,
+    };
+    let offset = if layout == Layout::Gguf { 0.0 } else { mtp_offset(loader, hidden)? };
+    let mixer = Mixer::Full(load_full(loader, config, "mtp.layers.0.self_attn", offset)?);
+    let sparse = config.experts.is_some();
+    let layer = load_layer(loader, config, ("mtp.layers.0", columns), (mixer, sparse, offset))?;
+    Mtp::load(loader, &names(offset), (hidden, eps), (layer, carry), options)
+}
+
+/// What the norms of a head lack. A converter may have added 1 to the norms of the trunk and left these as they were; of a head that it has treated, no
+/// norm has a mean near 0.
+fn mtp_offset<B: Backend>(loader: &mut Loader<'_, B>, hidden: usize) -> Result<f32, Error> {
+    let mut lowest = f32::INFINITY;
+    for name in ["pre_fc_norm_embedding", "pre_fc_norm_hidden", "layers.0.input_layernorm", "norm"] {
+        let weights = loader.take(&format!("mtp.{name}.weight"), &[hidden])?.to_vec();
+        lowest = lowest.min(weights.iter().sum::<f32>() / hidden as f32);
+    }
+    Ok(if lowest < 0.5 { 1.0 } else { 0.0 })
 }
 
 /// Loads the model.
@@ -258,110 +341,73 @@ pub(crate) fn load<B: Backend>(
     mut checkpoint: Checkpoint,
     options: &LoadOptions<'_>,
 ) -> Result<Box<dyn Model<B>>, Error> {
+    let architecture = model_type(checkpoint.source())?;
     let config = match checkpoint.source() {
         Source::Directory { config, .. } => Config::from_json(config)?,
-        Source::Gguf(_) => {
-            let (field, found) = ("general.architecture".into(), "qwen3_5 in a GGUF file".into());
-            return Err(Error::Config { field, expected: "a directory in Hugging Face layout", found });
-        }
+        Source::Gguf(metadata) => Config::from_json(&layout::gguf_config(&architecture, metadata)?)?,
     };
     let fingerprint = checkpoint.fingerprint();
-    // Multimodal checkpoints name the text model one level deeper.
-    checkpoint.rename(|name| {
-        name.replacen("model.language_model.", "model.", 1).replacen("language_model.model.", "model.", 1)
-    })?;
+    layout::rename(&mut checkpoint, config.outline.layers)?;
     let left_out = |name: &&str| is_vision(name) || (!options.draft && name.starts_with("mtp."));
     let others: Vec<String> = checkpoint.names().filter(left_out).map(String::from).collect();
     others.iter().for_each(|name| checkpoint.ignore(name));
+    let layout = Layout::of(&checkpoint, &config);
     let mut loader = Loader::new(backend, checkpoint, options);
-    let Config { hidden, intermediate: ffn, .. } = config;
-    let delta = config.attends.iter().position(|attends| !attends);
-    let converted =
-        delta.is_some_and(|index| is_converted(&loader.checkpoint, &format!("model.layers.{index}.linear_attn")));
+    let Outline { hidden, heads, layers: count, .. } = config.outline;
     // What the norms' weights lack.
-    let offset = if converted { 0.0 } else { 1.0 };
-    let embed = loader.take("model.embed_tokens.weight", &[config.vocab, hidden])?;
-    let own = state_codec(&embed);
-    let embed = backend.linear(embed, None)?;
-    let head = if config.tied {
-        loader.checkpoint.ignore("lm_head.weight");
-        None
-    } else {
-        Some(loader.linear("lm_head", [config.vocab, hidden], false, None)?)
+    let offset = if layout.is_raw() { 1.0 } else { 0.0 };
+    let ends = loader.ends(&config.outline, offset)?;
+    let state = |index: usize| match config.attends[index] {
+        true => options.kv.apply(index, count, ends.codec, |codecs| config.columns(codecs)),
+        false => config.states(),
     };
-    let mut states: Vec<GroupSpec> = (0..config.layers)
-        .map(|index| config.state(index, |group| options.kv.apply(index, config.layers, own, group)))
-        .collect();
+    let mut states: Vec<GroupSpec> = (0..count).map(state).collect();
     if options.draft {
-        states.extend(mtp::states(&config, own, options));
+        // A layer by itself, neither first nor last of the model's.
+        let columns = options.kv.apply(count, 2 * count + 1, ends.codec, |codecs| config.columns(codecs));
+        states.extend([columns.companion(1), mtp::carry(hidden)]);
     }
     let (spec, mut slots) = StateSpec::from_layers(options.page, states)?;
-    let head_slots = slots.split_off(config.layers);
-    let mut layers = Vec::with_capacity(config.layers);
+    let head_slots = slots.split_off(count);
+    let mut layers = Vec::with_capacity(count);
     for (index, &slot) in slots.iter().enumerate() {
-        let name = |part: &str| format!("model.layers.{index}.{part}");
+        let name = format!("model.layers.{index}");
         let mixer = if config.attends[index] {
-            Mixer::Full(load_full(&mut loader, &config, &name("self_attn"), offset)?)
+            Mixer::Full(load_full(&mut loader, &config, &format!("{name}.self_attn"), offset)?)
         } else {
-            Mixer::Delta(load_delta(&mut loader, &config, &name("linear_attn"))?)
+            Mixer::Delta(load_delta(&mut loader, (&config, layout), &format!("{name}.linear_attn"))?)
         };
-        layers.push(Layer {
-            slot,
-            input_norm: loader.norm(&name("input_layernorm.weight"), hidden, offset)?,
-            mixer,
-            post_norm: loader.norm(&name("post_attention_layernorm.weight"), hidden, offset)?,
-            gate: loader.linear(&name("mlp.gate_proj"), [ffn, hidden], false, None)?,
-            up: loader.linear(&name("mlp.up_proj"), [ffn, hidden], false, None)?,
-            down: loader.linear(&name("mlp.down_proj"), [hidden, ffn], false, None)?,
-        });
+        layers.push(load_layer(&mut loader, &config, (&name, slot), (mixer, config.sparse[index], offset))?);
     }
-    let norm = loader.norm("model.norm.weight", hidden, offset)?;
     let mtp = match head_slots[..] {
-        [columns, carry] => Some(Mtp::load(&mut loader, &config, [columns, carry], options)?),
+        [columns, carry] => Some(loader.beside(|loader| load_mtp(loader, &config, (layout, columns, carry), options))?),
         _ => None,
     };
-    loader.checkpoint.finish()?;
-    let layer_bytes: usize = layers.iter().flat_map(Layer::linears).map(|linear| backend.linear_bytes(linear)).sum();
-    let mtp_bytes: usize = mtp.iter().flat_map(Mtp::linears).map(|linear| backend.linear_bytes(linear)).sum();
-    let embed_bytes = backend.linear_bytes(&embed);
-    let head_bytes = head.as_ref().map_or(0, |head| backend.linear_bytes(head));
-    let [keys, values] = config.delta_widths();
-    let (q_width, kv_width) = (config.heads * config.head_dim, config.kv_heads * config.head_dim);
-    let mixer_parameters = |&attends: &bool| match attends {
-        true => hidden * (3 * q_width + 2 * kv_width),
-        false => hidden * (2 * keys + 3 * values + 2 * config.value_heads),
-    };
-    let info = Info {
-        architecture: "qwen3_5".into(),
-        layers: config.layers,
-        hidden,
-        heads: config.heads,
-        vocab: config.vocab,
-        context: config.context,
-        spec,
-        fingerprint,
-        weight_bytes: layer_bytes + embed_bytes + head_bytes + mtp_bytes,
-        step_weight_bytes: layer_bytes + if head.is_some() { head_bytes } else { embed_bytes },
-        layer_parameters: config.attends.iter().map(mixer_parameters).sum::<usize>() + config.layers * 3 * hidden * ffn,
-    };
+    let info = config.outline.info(&architecture, spec, fingerprint, loader.finish()?);
     let tokens = |width| backend.tensor(options.max_tokens, width);
-    let widths =
-        Widths { hidden, q: q_width, kv: kv_width, intermediate: ffn, angles: config.rope.dims, vocab: config.vocab };
+    let [keys, values] = config.delta_widths();
+    let experts = config.experts.map(|(sizes, shared)| [sizes, shared].map(|s| ExpertSpace::new(backend, options, s)));
+    let experts = match experts {
+        Some([experts, shared]) => Some([experts?, shared?]),
+        None => None,
+    };
+    let dim = config.key_dim as f32;
+    let length = |length| backend.vector(&vec![length; config.key_dim]);
     let workspace = Workspace {
-        base: workspace::Workspace::new(backend, options, &widths)?,
-        q_gate: tokens(q_width)?,
+        base: workspace::Workspace::new(backend, options, &config.outline, config.intermediate.as_slice())?,
+        heads: Heads::new(backend, options, [heads, config.kv_heads], [config.head_dim, config.rope.dims])?,
+        q_gate: tokens(heads * config.head_dim)?,
         raw: [tokens(keys)?, tokens(keys)?, tokens(values)?],
         convolved: [tokens(keys)?, tokens(keys)?, tokens(values)?],
         z: tokens(values)?,
         decay: tokens(config.value_heads)?,
         beta: tokens(config.value_heads)?,
         read: tokens(values)?,
+        experts,
+        lengths: [length(1.0 / dim)?, length(dim.sqrt().recip())?],
     };
     let frequencies = backend.vector(&config.rope.frequencies())?;
-    let dim = config.key_dim as f32;
-    let lengths =
-        [backend.vector(&vec![1.0 / dim; config.key_dim])?, backend.vector(&vec![dim.sqrt().recip(); config.key_dim])?];
-    Ok(Box::new(Qwen35 { config, info, embed, head, norm, layers, frequencies, lengths, mtp, workspace }))
+    Ok(Box::new(Qwen35 { config, info, ends, layers, frequencies, mtp, workspace }))
 }
 
 /// Whether a tensor belongs to the part of a model that sees.
@@ -371,81 +417,51 @@ fn is_vision(name: &str) -> bool {
 
 impl<B: Backend> Layer<B> {
     /// Adds the layer's mixer and its feed-forward part to `w.base.x`.
-    fn run(
-        &self,
-        backend: &B,
-        step: &B::Step,
-        pages: &mut B::Pages,
-        (config, lengths): (&Config, &[B::Vector; 2]),
-        w: &mut Workspace<B>,
-    ) -> Result<(), Error> {
-        backend.rms_norm(&w.base.x, &self.input_norm, config.eps, &mut w.base.h)?;
+    fn run(&self, run: &mut Run<'_, B>, config: &Config, w: &mut Workspace<B>) -> Result<(), Error> {
+        let (backend, eps) = (run.backend, config.outline.eps);
+        backend.rms_norm(&w.base.x, &self.input_norm, eps, &mut w.base.h)?;
         match &self.mixer {
-            Mixer::Full(full) => full.run(backend, step, pages, self.slot, config, w)?,
-            Mixer::Delta(delta) => delta.run(backend, step, pages, self.slot, (config, lengths), w)?,
+            Mixer::Full(full) => full.run(run, self.slot, config, w)?,
+            Mixer::Delta(delta) => delta.run(run, self.slot, config, w)?,
         }
-        let w = &mut w.base;
-        let gated = &mut [(&self.gate, &mut w.gate), (&self.up, &mut w.up)];
-        backend.project_norm(&w.x, (&self.post_norm, config.eps), &mut w.h, gated)?;
-        Ok(backend.project_gate_add((Activation::Silu, &mut w.gate, &w.up), &self.down, &mut w.x)?)
-    }
-
-    fn linears(&self) -> Vec<&B::Linear> {
-        let mut all = vec![&self.gate, &self.up, &self.down];
-        match &self.mixer {
-            Mixer::Full(full) => all.extend([&full.q, &full.gate, &full.k, &full.v, &full.o]),
-            Mixer::Delta(delta) => {
-                all.extend([&delta.z, &delta.a, &delta.b, &delta.o]);
-                all.extend(delta.inputs.iter().map(|(linear, _)| linear));
+        match (&self.feed_forward, &mut w.experts) {
+            (FeedForward::Sparse(both), Some(spaces)) => {
+                backend.rms_norm(&w.base.x, &self.post_norm, eps, &mut w.base.h)?;
+                for (experts, space) in both.iter().zip(spaces) {
+                    experts.add(backend, (&w.base.h, &w.base.h), space, &mut w.base.x)?;
+                }
+                Ok(())
             }
+            (FeedForward::Dense(mlp), _) => mlp.add(backend, Activation::Silu, (&self.post_norm, eps), &mut w.base),
+            // A model with experts has room for them.
+            (FeedForward::Sparse(_), None) => Ok(()),
         }
-        all
     }
 }
 
 impl<B: Backend> Full<B> {
     /// `x += O · (sigmoid(g) * attend(q, k, v))` of `h`.
-    fn run(
-        &self,
-        backend: &B,
-        step: &B::Step,
-        pages: &mut B::Pages,
-        slot: Slot,
-        config: &Config,
-        w: &mut Workspace<B>,
-    ) -> Result<(), Error> {
+    fn run(&self, run: &mut Run<'_, B>, slot: Slot, config: &Config, w: &mut Workspace<B>) -> Result<(), Error> {
+        let Run { backend, step, pages } = run;
+        let Outline { heads, eps, .. } = config.outline;
         let scale = (config.head_dim as f32).sqrt().recip();
-        backend.project(
-            &w.base.h,
-            &mut [
-                (&self.q, &mut w.base.q),
-                (&self.gate, &mut w.q_gate),
-                (&self.k, &mut w.base.k),
-                (&self.v, &mut w.base.v),
-            ],
-        )?;
-        backend.rms_norm_in_place(&mut w.base.q, &self.q_norm, config.eps)?;
-        backend.rms_norm_in_place(&mut w.base.k, &self.k_norm, config.eps)?;
-        let (base, dim) = (&mut w.base, config.head_dim);
-        backend.rope_append(step, pages, slot, (&mut base.q, &mut base.k, &base.v), (&base.angles, dim))?;
-        let attention = Attention { slot, heads: config.heads, scale, softcap: None };
-        backend.attend(step, pages, attention, None, &w.base.q, &mut w.base.attended)?;
-        backend.gate(Activation::Sigmoid, &mut w.q_gate, &w.base.attended)?;
+        let a = &mut w.heads;
+        let outs = &mut [(&self.q, &mut a.q), (&self.gate, &mut w.q_gate), (&self.k, &mut a.k), (&self.v, &mut a.v)];
+        backend.project(&w.base.h, outs)?;
+        backend.rms_norm_in_place(&mut a.q, &self.q_norm, eps)?;
+        backend.rms_norm_in_place(&mut a.k, &self.k_norm, eps)?;
+        a.append(*backend, step, pages, slot)?;
+        let attention = Attention { slot, heads, scale, softcap: None };
+        backend.attend(step, pages, attention, None, &a.q, &mut a.attended)?;
+        backend.gate(Activation::Sigmoid, &mut w.q_gate, &a.attended)?;
         Ok(backend.project_add(&w.q_gate, &self.o, &mut w.base.x)?)
     }
 }
 
 impl<B: Backend> Delta<B> {
     /// `x += O · (silu(z) * rms(delta(…)))` of `h`.
-    fn run(
-        &self,
-        backend: &B,
-        step: &B::Step,
-        pages: &mut B::Pages,
-        slot: Slot,
-        (config, lengths): (&Config, &[B::Vector; 2]),
-        w: &mut Workspace<B>,
-    ) -> Result<(), Error> {
+    fn run(&self, run: &mut Run<'_, B>, slot: Slot, config: &Config, w: &mut Workspace<B>) -> Result<(), Error> {
+        let Run { backend, step, pages } = run;
         let [(q, _), (k, _), (v, _)] = &self.inputs;
         let [raw_q, raw_k, raw_v] = &mut w.raw;
         backend.project(
@@ -470,13 +486,13 @@ impl<B: Backend> Delta<B> {
         let [q, k, v] = &mut w.convolved;
         // x / sqrt(sum x² + 1e-6), as a norm over the mean.
         let eps = 1e-6 / config.key_dim as f32;
-        backend.rms_norm_in_place(q, &lengths[0], eps)?;
-        backend.rms_norm_in_place(k, &lengths[1], eps)?;
+        backend.rms_norm_in_place(q, &w.lengths[0], eps)?;
+        backend.rms_norm_in_place(k, &w.lengths[1], eps)?;
         let Config { key_heads, value_heads: heads, key_dim, value_dim, .. } = *config;
         let rule = DeltaRule { slot, plane: STATE, heads, key_heads, key_dim, value_dim };
         let inputs = DeltaInputs { q, k, v, decay: &w.decay, beta: &w.beta };
         backend.delta_rule(step, pages, rule, inputs, &mut w.read)?;
-        backend.rms_norm_in_place(&mut w.read, &self.norm, config.eps)?;
+        backend.rms_norm_in_place(&mut w.read, &self.norm, config.outline.eps)?;
         backend.gate(Activation::Silu, &mut w.z, &w.read)?;
         Ok(backend.project_add(&w.z, &self.o, &mut w.base.x)?)
     }
@@ -485,6 +501,8 @@ impl<B: Backend> Delta<B> {
 impl<B: Backend> Workspace<B> {
     fn resize(&mut self, backend: &B, step: &B::Step) -> Result<(), Error> {
         self.base.resize(backend, step)?;
+        self.heads.resize(backend, step)?;
+        self.experts.iter_mut().flatten().try_for_each(|space| space.resize(backend, step))?;
         let (tokens, _) = backend.rows(step);
         let own = [&mut self.q_gate, &mut self.z, &mut self.decay, &mut self.beta, &mut self.read];
         for tensor in own.into_iter().chain(&mut self.raw).chain(&mut self.convolved) {
@@ -504,20 +522,20 @@ impl<B: Backend> Model<B> for Qwen35<B> {
     }
 
     fn forward(&mut self, backend: &B, step: &B::Step, pages: &mut B::Pages) -> Result<&B::Tensor, Error> {
-        let Self { config, workspace: w, .. } = self;
+        let Self { config, ends, workspace: w, .. } = self;
         w.resize(backend, step)?;
-        backend.embed(step, &self.embed, 1.0, &mut w.base.x)?;
-        backend.rope_angles(step, &self.frequencies, config.rope.attention_factor(), &mut w.base.angles)?;
+        backend.embed(step, &ends.embed, 1.0, &mut w.base.x)?;
+        backend.rope_angles(step, &self.frequencies, config.rope.attention_factor(), &mut w.heads.angles)?;
+        let mut run = Run { backend, step, pages };
         for layer in &self.layers {
-            layer.run(backend, step, pages, (config, &self.lengths), w)?;
+            layer.run(&mut run, config, w)?;
         }
         if let Some(mtp) = &mut self.mtp {
             // The head takes the normed hidden state of every token.
-            backend.rms_norm(&w.base.x, &self.norm, config.eps, &mut w.base.h)?;
-            mtp.carry(backend, step, pages, &w.base.h)?;
+            backend.rms_norm(&w.base.x, &ends.norm, config.outline.eps, &mut w.base.h)?;
+            mtp.carry(backend, step, run.pages, &w.base.h)?;
         }
-        let head = self.head.as_ref().unwrap_or(&self.embed);
-        w.base.head(backend, step, &self.norm, config.eps, head)?;
+        w.base.head(backend, step, ends, config.outline.eps)?;
         Ok(&w.base.logits)
     }
 
@@ -528,14 +546,14 @@ impl<B: Backend> Model<B> for Qwen35<B> {
         pages: &mut B::Pages,
         guess: usize,
     ) -> Result<Option<&B::Tensor>, Error> {
-        let Self { config, workspace: w, mtp: Some(mtp), .. } = self else { return Ok(None) };
+        let Self { config, ends, workspace: w, mtp: Some(mtp), .. } = self else { return Ok(None) };
         if guess > 0 {
             w.resize(backend, step)?;
-            backend.rope_angles(step, &self.frequencies, config.rope.attention_factor(), &mut w.base.angles)?;
+            backend.rope_angles(step, &self.frequencies, config.rope.attention_factor(), &mut w.heads.angles)?;
         }
-        mtp.run(backend, step, pages, (config, &self.embed, &self.lengths), guess, w)?;
-        let head = self.head.as_ref().unwrap_or(&self.embed);
-        backend.project(&w.base.last_norm, &mut [(head, &mut w.base.logits)])?;
+        mtp.enter(backend, step, pages, (&ends.embed, guess), &mut w.base)?;
+        mtp.layer.run(&mut Run { backend, step, pages }, config, w)?;
+        mtp.leave(backend, step, ends.head(), &mut w.base)?;
         Ok(Some(&w.base.logits))
     }
 }

@@ -63,6 +63,13 @@ pub enum Scaling {
         /// Whether the borders of the blend are rounded to whole dimensions.
         truncate: bool,
     },
+    /// Only the first pairs turn, at the frequencies that they have among all pairs of the head (Gemma 4).
+    Proportional {
+        /// Pairs that turn.
+        pairs: usize,
+        /// The divisor of their frequencies.
+        factor: f64,
+    },
     /// By a divisor for each frequency, as GGUF files store them.
     Divisors(Vec<f32>),
 }
@@ -74,19 +81,30 @@ impl Rope {
             Some(parameters) => Some(parameters),
             None => config.object("rope_scaling", "rope_scaling.")?,
         };
+        Self::from_parameters(config, parameters, head_dim, context)
+    }
+
+    /// Reads one set of parameters, of a configuration that may have several.
+    pub(crate) fn from_parameters(
+        config: Fields<'_>,
+        parameters: Option<Fields<'_>>,
+        head_dim: usize,
+        context: usize,
+    ) -> Result<Self, Error> {
         let theta = parameters.map(|p| p.float("rope_theta")).transpose()?.flatten();
         let theta = theta.or(config.float("rope_theta")?).unwrap_or(10_000.0);
         let partial = parameters.map(|p| p.float("partial_rotary_factor")).transpose()?.flatten();
         let partial = partial.or(config.float("partial_rotary_factor")?).unwrap_or(1.0);
-        let dims = (head_dim as f64 * partial) as usize;
+        let rotated = (head_dim as f64 * partial) as usize;
         let scaling = match parameters {
             None => Scaling::None,
-            Some(parameters) => Self::scaling(config, parameters, context)?,
+            Some(parameters) => Self::scaling(config, parameters, (rotated, context))?,
         };
+        let dims = if matches!(scaling, Scaling::Proportional { .. }) { head_dim } else { rotated };
         Self { theta, dims, scaling }.checked(head_dim)
     }
 
-    fn scaling(config: Fields<'_>, p: Fields<'_>, context: usize) -> Result<Scaling, Error> {
+    fn scaling(config: Fields<'_>, p: Fields<'_>, (rotated, context): (usize, usize)) -> Result<Scaling, Error> {
         let original = || -> Result<f64, Error> {
             let original = p.float("original_max_position_embeddings")?;
             Ok(original.or(config.float("original_max_position_embeddings")?).unwrap_or(context as f64))
@@ -97,6 +115,9 @@ impl Rope {
         };
         Ok(match kind {
             "default" => Scaling::None,
+            "proportional" => {
+                Scaling::Proportional { pairs: rotated / 2, factor: p.positive("factor")?.unwrap_or(1.0) }
+            }
             "linear" => Scaling::Linear { factor: p.needed_float("factor")? },
             "llama3" => Scaling::Llama3 {
                 factor: p.needed_float("factor")?,
@@ -122,7 +143,7 @@ impl Rope {
                 }
             }
             other => {
-                let expected = "default, linear, llama3 or yarn";
+                let expected = "default, linear, llama3, proportional or yarn";
                 return Err(Error::Config { field: "rope_type".into(), expected, found: other.into() });
             }
         })
@@ -157,6 +178,13 @@ impl Rope {
         let frequency = |i: usize| match &self.scaling {
             Scaling::None => plain(i),
             Scaling::Linear { factor } => plain(i) / factor,
+            &Scaling::Proportional { pairs, factor } => {
+                if i < pairs {
+                    plain(i) / factor
+                } else {
+                    0.0
+                }
+            }
             Scaling::Divisors(divisors) => plain(i) / f64::from(divisors[i]),
             &Scaling::Llama3 { factor, low, high, original } => {
                 let turns = original * plain(i) / (2.0 * PI);

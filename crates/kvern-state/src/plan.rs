@@ -201,6 +201,32 @@ pub struct View {
 }
 
 impl StepPlan {
+    /// The step's outputs as a step of their own, which sees what they see and stores nothing. It has no recurrent states.
+    #[must_use]
+    pub fn at_outputs(&self) -> Self {
+        let mut plan = Self { outputs: (0..self.outputs.len() as u32).collect(), ..Self::default() };
+        let mut segments = self.segments.iter().peekable();
+        for &output in &self.outputs {
+            let output = output as usize;
+            while segments.next_if(|segment| segment.start + segment.count <= output).is_some() {}
+            // Outputs are tokens of the step, so there is a segment for each.
+            let Some(segment) = segments.peek() else { break };
+            let position = self.positions[output];
+            let span = |span: &Span| match span {
+                Span::States(states) => Span::States(States { from: None, to: Vec::new(), class: states.class }),
+                Span::Columns(columns) => {
+                    let past = segment.visible(columns, None, output - segment.start, position as usize).end;
+                    Span::Columns(Columns { past, count: 0, ..columns.clone() })
+                }
+            };
+            let spans = segment.spans.iter().map(span).collect();
+            plan.segments.push(Segment { start: plan.tokens.len(), count: 1, past: position as usize, spans });
+            plan.tokens.push(self.tokens[output]);
+            plan.positions.push(position);
+        }
+        plan
+    }
+
     /// A step that attends reads and stores nothing: a drafter without state of its own looks at its target's columns so.
     ///
     /// # Errors

@@ -12,9 +12,9 @@ use xxhash_rust::xxh3::Xxh3;
 
 use crate::gguf::{Gguf, Metadata};
 use crate::mapping::Mapping;
-use crate::mlx::{MlxParts, Part};
+use crate::mlx::{Floats, MlxParts, Part};
 use crate::quant::Affine;
-use crate::tensor::{Encoding, Tensor};
+use crate::tensor::{Encoding, Piece, Scales, Tensor};
 use crate::{Error, safetensors, tensor};
 
 /// What surrounds the tensors: where configuration and tokenizer come from.
@@ -193,6 +193,9 @@ impl Checkpoint {
     /// # Errors
     /// [`Error::Missing`], [`Error::Shape`], [`Error::UnknownType`] or [`Error::Quantization`].
     pub fn take(&mut self, name: &str, shape: &[usize]) -> Result<Tensor, Error> {
+        if !self.has(name) && self.has(&format!("{name}_blocks")) {
+            return self.take_mxfp4(name, shape);
+        }
         let stored = self.tensors.get(name).cloned().ok_or_else(|| Error::Missing { name: name.into() })?;
         let base = name.strip_suffix(".weight").unwrap_or(name);
         let encoding = match stored.kind {
@@ -211,26 +214,49 @@ impl Checkpoint {
             Kind::Other(found) => return Err(Error::UnknownType { name: name.into(), found }),
         };
         self.taken.insert(name.to_string());
-        Ok(Tensor {
-            name: name.into(),
-            shape: shape.to_vec(),
-            mapping: stored.mapping,
-            range: stored.range,
-            encoding,
-            order: None,
-            stored_rows: tensor::rows(shape),
-        })
+        let piece = Piece { mapping: stored.mapping, range: stored.range, encoding, rows: tensor::rows(shape) };
+        Ok(Tensor { name: name.into(), shape: shape.to_vec(), pieces: vec![piece], order: None, runs: None })
+    }
+
+    /// A tensor in two: `{name}_blocks` of `[…, cols / 32, 16]` bytes and `{name}_scales` of `[…, cols / 32]`.
+    fn take_mxfp4(&mut self, name: &str, shape: &[usize]) -> Result<Tensor, Error> {
+        let [outer @ .., cols] = shape else {
+            return Err(Error::Quantization { name: name.into(), what: "it has no dimensions".into() });
+        };
+        if !cols.is_multiple_of(32) {
+            let what = format!("{cols} columns are no whole number of blocks of 32");
+            return Err(Error::Quantization { name: name.into(), what });
+        }
+        let mut side = |suffix: &str, expected: Vec<usize>| -> Result<Stored, Error> {
+            let name = format!("{name}_{suffix}");
+            let stored = self.tensors.get(&name).cloned().ok_or_else(|| Error::Missing { name: name.clone() })?;
+            match &stored.kind {
+                Kind::Other(dtype) if dtype == "U8" => {}
+                _ => return Err(Error::Quantization { name, what: "it does not hold bytes".into() }),
+            }
+            if stored.shape != expected {
+                return Err(Error::Shape { name, expected, found: stored.shape });
+            }
+            self.taken.insert(name);
+            Ok(stored)
+        };
+        let blocks = side("blocks", [outer, &[cols / 32, 16]].concat())?;
+        let scales = side("scales", [outer, &[cols / 32]].concat())?;
+        let encoding = Encoding::Mxfp4(Scales(Part { mapping: scales.mapping, range: scales.range }));
+        let piece = Piece { mapping: blocks.mapping, range: blocks.range, encoding, rows: tensor::rows(shape) };
+        Ok(Tensor { name: name.into(), shape: shape.to_vec(), pieces: vec![piece], order: None, runs: None })
     }
 
     fn mlx_parts(&self, name: &str, base: &str, shape: &[usize], codes: &[usize]) -> Result<MlxParts, Error> {
         let bad = |what: String| Error::Quantization { name: name.into(), what };
-        let side = |suffix: &str| -> Result<(Part, &[usize]), Error> {
+        let side = |suffix: &str| -> Result<(Floats, &[usize]), Error> {
             let side = format!("{base}.{suffix}");
             let stored = self.tensors.get(&side).ok_or(Error::Missing { name: side })?;
             let Kind::Known(Encoding::Raw(raw)) = stored.kind else {
                 return Err(bad(format!("its {suffix} are not plain floats")));
             };
-            Ok((Part { mapping: stored.mapping.clone(), range: stored.range.clone(), raw }, &stored.shape))
+            let part = Part { mapping: stored.mapping.clone(), range: stored.range.clone() };
+            Ok((Floats { part, raw }, &stored.shape))
         };
         let ((scales, scale_shape), (biases, bias_shape)) = (side("scales")?, side("biases")?);
         let ([.., cols], [.., words], [.., groups]) = (shape, codes, scale_shape) else {

@@ -94,6 +94,7 @@ impl Metadata {
     getter!(/** A floating-point entry. */ float -> f64, "a float", Value::Float(x) => *x);
     getter!(/** A truth value. */ bool -> bool, "a bool", Value::Bool(b) => *b);
     getter!(/** A string entry. */ str -> &str, "a string", Value::Str(s) => s);
+    getter!(/** An array of truth values. */ bools -> &[bool], "an array of bools", Value::Bools(v) => v);
     getter!(/** An array of strings. */ strs -> &[String], "an array of strings", Value::Strs(v) => v);
     getter!(/** An array of integers. */ ints -> &[i64], "an array of integers", Value::Ints(v) => v);
     getter!(/** An array of floats. */ floats -> &[f64], "an array of floats", Value::Floats(v) => v);
@@ -190,7 +191,7 @@ impl Description {
         let (block, bytes) = match &encoding {
             Encoding::Block(format) => (format.block(), format.bytes()),
             Encoding::Raw(raw) => (1, raw.bytes()),
-            Encoding::Mlx(_) => return Err(bad("GGUF has no MLX tensors")),
+            Encoding::Mlx(_) | Encoding::Mxfp4(_) => return Err(bad("GGUF has no tensors in parts")),
         };
         if self.shape.last().is_none_or(|cols| !cols.is_multiple_of(block)) {
             return Err(bad("its rows are not whole blocks"));
@@ -209,7 +210,7 @@ impl Description {
 }
 
 fn encoding(kind: u32) -> Option<Encoding> {
-    use quant::BlockFormat::{Q4_0, Q4_1, Q4K, Q5_0, Q5_1, Q5K, Q6K, Q8_0};
+    use quant::BlockFormat::{Mxfp4, Q4_0, Q4_1, Q4K, Q5_0, Q5_1, Q5K, Q6K, Q8_0};
     let block = |format: BlockFormat| Some(Encoding::Block(format));
     match kind {
         0 => Some(Encoding::Raw(Raw::F32)),
@@ -223,6 +224,7 @@ fn encoding(kind: u32) -> Option<Encoding> {
         12 => block(Q4K),
         13 => block(Q5K),
         14 => block(Q6K),
+        39 => block(Mxfp4),
         _ => None,
     }
 }

@@ -17,23 +17,34 @@ use crate::tensor::decode_raw;
 #[derive(Debug, Clone)]
 pub struct MlxParts {
     pub(crate) affine: Affine,
-    pub(crate) scales: Part,
-    pub(crate) biases: Part,
+    pub(crate) scales: Floats,
+    pub(crate) biases: Floats,
 }
 
-/// A raw side tensor of one element per group.
+/// A side tensor of one element per group.
 #[derive(Debug, Clone)]
 pub(crate) struct Part {
     pub(crate) mapping: Arc<Mapping>,
     pub(crate) range: Range<usize>,
-    pub(crate) raw: Raw,
 }
 
 impl Part {
+    /// The bytes of a row, each of which has `stride` of them.
+    pub(crate) fn bytes(&self, row: usize, stride: usize) -> &[u8] {
+        &self.mapping.bytes()[self.range.clone()][row * stride..(row + 1) * stride]
+    }
+}
+
+/// A side tensor of raw elements.
+#[derive(Debug, Clone)]
+pub(crate) struct Floats {
+    pub(crate) part: Part,
+    pub(crate) raw: Raw,
+}
+
+impl Floats {
     fn row(&self, row: usize, out: &mut [f32]) {
-        let stride = out.len() * self.raw.bytes();
-        let bytes = &self.mapping.bytes()[self.range.clone()];
-        decode_raw(self.raw, &bytes[row * stride..(row + 1) * stride], out);
+        decode_raw(self.raw, self.part.bytes(row, out.len() * self.raw.bytes()), out);
     }
 }
 

@@ -1,7 +1,7 @@
 //! The GGML block formats, all read as affine groups.
 //!
 //! A block holds a fixed number of elements of one row with its scales. Every format here is an instance of
-//! `w = scale * (code - zero) + bias` per group of elements, so kernels and decoders know one form, not eight.
+//! `w = scale * (code - zero) + bias` per group of elements, so kernels and decoders know one form, not nine.
 //! Byte layouts are those that the `gguf` Python package documents by its code; tests compare with that writer bit for bit.
 
 use kvern_base::f16;
@@ -31,6 +31,7 @@ pub enum BlockFormat {
     Q4K,
     Q5K,
     Q6K,
+    Mxfp4,
 }
 
 impl BlockFormat {
@@ -45,6 +46,7 @@ impl BlockFormat {
             Self::Q4K => "Q4_K",
             Self::Q5K => "Q5_K",
             Self::Q6K => "Q6_K",
+            Self::Mxfp4 => "MXFP4",
         }
     }
 
@@ -67,6 +69,7 @@ impl BlockFormat {
             Self::Q4K => 4 + 12 + 128,
             Self::Q5K => 4 + 12 + 32 + 128,
             Self::Q6K => 128 + 64 + 16 + 2,
+            Self::Mxfp4 => 1 + 16,
         }
     }
 
@@ -81,6 +84,8 @@ impl BlockFormat {
             Self::Q4K => (4, 32, 0, true),
             Self::Q5K => (5, 32, 0, true),
             Self::Q6K => (6, 16, 32, false),
+            // Twice the values of FP4 are the integers in -12..=12 that `fp4` gives.
+            Self::Mxfp4 => (5, 32, 12, false),
         };
         Affine { bits, group, zero, biased }
     }
@@ -103,6 +108,12 @@ impl BlockFormat {
                 Self::Q4K => k_affine(block, &[], &block[16..], codes, scales, biases),
                 Self::Q5K => k_affine(block, &block[16..48], &block[48..], codes, scales, biases),
                 Self::Q6K => k_six(block, codes, scales),
+                Self::Mxfp4 => {
+                    scales[0] = half_power(block[0]);
+                    for (i, &byte) in block[1..].iter().enumerate() {
+                        (codes[i], codes[i + 16]) = (fp4(byte & 15), fp4(byte >> 4));
+                    }
+                }
             }
         }
     }
@@ -125,6 +136,23 @@ impl BlockFormat {
             codes[i] = byte & 15 | ((fifth >> i & 1) as u8) << 4;
             codes[i + 16] = byte >> 4 | ((fifth >> (i + 16) & 1) as u8) << 4;
         }
+    }
+}
+
+/// Twice the value of an FP4 code (OCP Microscaling Formats 1.0: a sign, two bits of exponent, one of mantissa), counted from -12.
+pub(crate) fn fp4(code: u8) -> u8 {
+    const TWICE: [u8; 8] = [0, 1, 2, 3, 4, 6, 8, 12];
+    let twice = TWICE[usize::from(code & 7)];
+    if code & 8 == 0 { 12 + twice } else { 12 - twice }
+}
+
+/// Half of the power of two that an E8M0 exponent stands for: `2^(exponent - 128)`, and NaN for 255.
+pub(crate) fn half_power(exponent: u8) -> f32 {
+    match exponent {
+        255 => f32::NAN,
+        // Subnormal.
+        0 | 1 => f32::from_bits(1 << (21 + exponent)),
+        _ => f32::from_bits(u32::from(exponent - 1) << 23),
     }
 }
 

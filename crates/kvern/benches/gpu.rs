@@ -70,10 +70,10 @@ fn main() -> Result<(), Failure> {
         let start = std::time::Instant::now();
         let mut model = load(&gpu, Checkpoint::open(path)?, &options)?;
         report["load_s"] = start.elapsed().as_secs_f64().into();
-        report["weight_bytes"] = model.info().step_weight_bytes.into();
+        report["weight_bytes"] = model.info().weights.step_bytes.into();
         for &rows in &args.rows {
             let step = decode(&gpu, model.as_mut(), rows, &args)?;
-            let bytes = model.info().step_weight_bytes as f64;
+            let bytes = model.info().weights.step_bytes as f64;
             let mut line = json!({
                 "rows": rows, "step_us": step * 1e6, "tok_s": rows as f64 / step, "weights_gb_s": bytes / step / 1e9,
                 "share_of_read": bytes / step / 1e9 / limits.read_gb_s,
@@ -88,7 +88,7 @@ fn main() -> Result<(), Failure> {
         }
         if args.prompt > 0 {
             let seconds = prompt(&gpu, model.as_mut(), args.prompt)?;
-            let flop = 2.0 * model.info().layer_parameters as f64 * args.prompt as f64;
+            let flop = 2.0 * model.info().weights.layer_parameters as f64 * args.prompt as f64;
             report["prompt"] = json!({
                 "tokens": args.prompt, "ms": seconds * 1e3, "tok_s": args.prompt as f64 / seconds,
                 "weights_tflop_s": flop / seconds / 1e12,

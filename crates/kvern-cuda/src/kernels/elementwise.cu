@@ -54,6 +54,17 @@ extern "C" __global__ void softcap(float *x, float cap, u64 count) {
         x[i] = cap * tanhf(x[i] / cap);
 }
 
+extern "C" __global__ void scale(float *x, float factor, u64 count) {
+    wait_for_earlier_kernels();
+    for (u64 i = (u64)blockIdx.x * blockDim.x + threadIdx.x; i < count; i += (u64)gridDim.x * blockDim.x) x[i] *= factor;
+}
+
+// out[t] = x[t][first..], a block a row.
+extern "C" __global__ void slice(const float *x, float *out, u32 first, u32 from, u32 width) {
+    wait_for_earlier_kernels();
+    for (u32 i = threadIdx.x; i < width; i += blockDim.x) out[(size_t)blockIdx.x * width + i] = x[(size_t)blockIdx.x * from + first + i];
+}
+
 extern "C" __global__ void decay(float *x, const float *rate, const float *bias, u32 width, u64 count) {
     wait_for_earlier_kernels();
     for (u64 i = (u64)blockIdx.x * blockDim.x + threadIdx.x; i < count; i += (u64)gridDim.x * blockDim.x) {

@@ -29,7 +29,7 @@ pub fn run(args: &BenchArgs, run: &RunArgs) -> Result<(), Error> {
     for &tokens in &args.prompt {
         let what = format!("prompt of {tokens}");
         let rate = busy(what, || prompt_rate(engine, tokens, repeat))?;
-        let limit = limits.dot_gops * 1e9 / (2.0 * engine.info().layer_parameters as f64);
+        let limit = limits.dot_gops * 1e9 / (2.0 * engine.info().weights.layer_parameters as f64);
         prefill.push(json!({ "tokens": tokens, "tok_s": rate, "limit_share": rate / limit }));
     }
     for &depth in &args.depth {
@@ -38,7 +38,7 @@ pub fn run(args: &BenchArgs, run: &RunArgs) -> Result<(), Error> {
             let rate = busy(what, || decode_rate(engine, batch, depth, args.generate, repeat))?;
             let info = engine.info();
             let state = batch as f64 * info.spec.row_bytes(depth + args.generate / 2) as f64;
-            let limit = batch as f64 * limits.read_gb_s * 1e9 / (info.step_weight_bytes as f64 + state);
+            let limit = batch as f64 * limits.read_gb_s * 1e9 / (info.weights.step_bytes as f64 + state);
             decode.push(json!({ "batch": batch, "depth": depth, "tok_s": rate, "limit_share": rate / limit }));
         }
     }

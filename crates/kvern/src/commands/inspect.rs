@@ -59,7 +59,7 @@ pub fn run(model: &str, run: &RunArgs) -> Result<(), Error> {
         "context": info.context,
         "fingerprint": info.fingerprint,
         "file_bytes": checkpoint.bytes(),
-        "weight_bytes": info.weight_bytes,
+        "weight_bytes": info.weights.bytes,
         "tensors": encodings,
         "groups": groups,
         "state_budget_bytes": budget,
@@ -85,7 +85,7 @@ pub fn run(model: &str, run: &RunArgs) -> Result<(), Error> {
     text += &format!(
         "file {:.1} MiB, packed {:.1} MiB; tensors: {}\n",
         mib(checkpoint.bytes()),
-        mib(info.weight_bytes as u64),
+        mib(info.weights.bytes as u64),
         kinds.join(", ")
     );
     for group in info.spec.groups() {
