@@ -14,8 +14,15 @@ use safetensors::SafeTensors;
 use serde_json::Value;
 use subjects::{Set, on, sets};
 
-const CASES: [&str; 13] = [
+const CASES: [&str; 22] = [
+    "deepseek_v3",
+    "deepseek_v32",
     "gemma2",
+    "gemma4",
+    "gemma4-moe",
+    "glm_moe_dsa",
+    "glm_moe_dsa-shared",
+    "gpt_oss",
     "llama",
     "llama-tied",
     "llama-linear",
@@ -28,9 +35,13 @@ const CASES: [&str; 13] = [
     "qwen2-window",
     "qwen3",
     "qwen3_5",
+    "qwen3_5_moe",
+    "qwen3_next",
 ];
 const LENGTHS: [&str; 2] = ["24", "200"];
 const VOCAB: usize = 96;
+/// The largest error of a logit in exact mode; logits range over about ±7.
+const EXACT: f32 = 2e-4;
 
 fn fixture(name: &str) -> PathBuf {
     PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("../../tests/fixtures/models").join(name)
@@ -108,7 +119,8 @@ fn error<B: Backend>(backend: &B, path: &Path, goldens: &Path, kv: Option<Codec>
 fn the_reference_backend_computes_the_oracle_s_logits() {
     for case in CASES {
         let error = error(&Reference::new(), &fixture(case), &fixture(case), Some(Codec::F32), false);
-        assert!(error < 1e-4, "{case}: {error}");
+        println!("{case}: {error:.1e}");
+        assert!(error < EXACT, "{case}: {error}");
     }
 }
 
@@ -118,14 +130,17 @@ fn exact_mode_computes_the_oracle_s_logits_and_tokens() {
         for set in sets() {
             let of = |path: &Path| on!(set, 2, true, |backend| error(backend, path, path, Some(Codec::F32), true));
             let error = of(&fixture(case));
-            assert!(error < 1e-4, "{case}, {}: {error}", set.name());
+            println!("{case}, {}: {error:.1e}", set.name());
+            assert!(error < EXACT, "{case}, {}: {error}", set.name());
         }
     }
 }
 
 #[test]
 fn state_in_half_precision_stays_within_its_bound() {
-    for case in CASES {
+    // Where columns are picked, one that is picked in place of another moves logits by as much as it weighs.
+    let picks = |case: &&str| case.starts_with("glm") || *case == "deepseek_v32";
+    for case in CASES.into_iter().filter(|case| !picks(case)) {
         for set in sets() {
             let of = |path: &Path| on!(set, 2, false, |backend| error(backend, path, path, None, false));
             let error = of(&fixture(case));
@@ -148,12 +163,13 @@ fn a_gguf_file_gives_the_same_bits_as_its_checkpoint() {
 }
 
 /// The draft head of a model: its logits at every position of a prompt that comes in chunks, with rejected guesses in between, and three guesses in a row.
-fn draft_error<B: Backend>(backend: &B, kv: Option<Codec>, chunk: usize) -> f32 {
+fn draft_error<B: Backend>(backend: &B, case: &str, chunk: usize) -> f32 {
+    let kv = Some(Codec::F32);
     let options = LoadOptions { draft: true, ..options(kv) };
-    let mut model = load(backend, Checkpoint::open(&fixture("qwen3_5")).unwrap(), &options).unwrap();
-    let file = fs::read(fixture("qwen3_5/goldens.bin")).unwrap();
+    let mut model = load(backend, Checkpoint::open(&fixture(case)).unwrap(), &options).unwrap();
+    let file = fs::read(fixture(case).join("goldens.bin")).unwrap();
     let file = SafeTensors::deserialize(&file).unwrap();
-    let tokens: Value = serde_json::from_slice(&fs::read(fixture("qwen3_5/goldens.json")).unwrap()).unwrap();
+    let tokens: Value = serde_json::from_slice(&fs::read(fixture(case).join("goldens.json")).unwrap()).unwrap();
     let mut worst = 0.0f32;
     for length in LENGTHS {
         let prompt = ids(&tokens[length]["prompt"]);
@@ -213,14 +229,15 @@ fn draft_error<B: Backend>(backend: &B, kv: Option<Codec>, chunk: usize) -> f32 
 }
 
 #[test]
-fn the_draft_head_makes_the_oracle_s_guesses() {
-    let exact = Some(Codec::F32);
-    let error = draft_error(&Reference::new(), exact, 256);
-    assert!(error < 1e-4, "{error}");
-    for set in sets() {
-        for chunk in [1, 7, 256] {
-            let error = on!(set, 2, true, |backend| draft_error(backend, exact, chunk));
-            assert!(error < 1e-4, "{}, chunks of {chunk}: {error}", set.name());
+fn draft_heads_make_the_oracle_s_guesses() {
+    for case in ["glm_moe_dsa", "qwen3_5", "qwen3_5_moe"] {
+        let error = draft_error(&Reference::new(), case, 256);
+        assert!(error < EXACT, "{case}: {error}");
+        for set in sets() {
+            for chunk in [1, 7, 256] {
+                let error = on!(set, 2, true, |backend| draft_error(backend, case, chunk));
+                assert!(error < EXACT, "{case}, {}, chunks of {chunk}: {error}", set.name());
+            }
         }
     }
 }

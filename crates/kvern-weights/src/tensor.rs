@@ -235,17 +235,16 @@ impl Tensor {
         Self::in_memory(&self.name, &shape, Encoding::Raw(Raw::F32), rows.flat_map(|x| x.to_le_bytes()).collect())
     }
 
-    /// A raw vector with its elements in the order `order`; used for biases of reordered rows.
+    /// A vector of the elements that `order` names: the biases of reordered rows.
     ///
     /// # Errors
-    /// [`Error::Shape`] when `order` has another length than the vector.
-    ///
-    /// # Panics
-    /// When an entry of `order` is outside the vector.
+    /// [`Error::Shape`] when there is no such element.
     pub fn with_element_order(self, order: &[u32]) -> Result<Self, Error> {
         let values = self.to_vec();
-        let bytes = order.iter().flat_map(|&source| values[source as usize].to_le_bytes()).collect();
-        Self::in_memory(&self.name, &self.shape, Encoding::Raw(Raw::F32), bytes)
+        let ordered: Option<Vec<f32>> = order.iter().map(|&source| values.get(source as usize).copied()).collect();
+        let wrong = || Error::Shape { name: self.name.clone(), expected: vec![order.len()], found: self.shape.clone() };
+        let bytes = ordered.ok_or_else(wrong)?.iter().flat_map(|x| x.to_le_bytes()).collect();
+        Self::in_memory(&self.name, &[order.len()], Encoding::Raw(Raw::F32), bytes)
     }
 
     /// The piece that holds a row, and the row's index there.
