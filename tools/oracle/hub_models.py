@@ -52,6 +52,7 @@ CASES = {
     },
     "gemma4-moe": GEMMA4 | {
         "num_hidden_layers": 3, "layer_types": ["sliding_attention", "sliding_attention", "full_attention"], "hidden_size_per_layer_input": 0,
+        "num_kv_shared_layers": 0, "use_double_wide_mlp": False,
         "attention_k_eq_v": True, "num_global_key_value_heads": 1, "enable_moe_block": True, "num_experts": 6, "top_k_experts": 2, "moe_intermediate_size": 16,
     },
     "qwen3_5_moe": DELTA | {
@@ -235,12 +236,37 @@ def by_mlx(path: Path, config: dict):
         older |= {"rope_theta": rope["rope_theta"], "partial_rotary_factor": rope.get("partial_rotary_factor", 1.0)}
     if rope.get("rope_type") == "yarn":
         older["rope_scaling"] = rope
-    try:
-        model, _ = load_model(path, model_config=older)
-        model.set_dtype(mx.float32)
-        return lambda row: np.array(model(mx.array([row])))[0]
-    except Exception as error:  # Whatever it cannot load.
-        return f"{type(error).__name__}: {error}".splitlines()[0][:160]
+    # It adds 1 to norms in their own type, which rounds float16, and wants Qwen3.5's gate and up in one tensor.
+    files = {name: tensor.float() if tensor.is_floating_point() else tensor for name, tensor in load_file(path / "model.safetensors").items()}
+    if config["model_type"] == "qwen3_5_moe_text":
+        files = fused({name: tensor for name, tensor in files.items() if not name.startswith("mtp.")})
+    with tempfile.TemporaryDirectory() as directory:
+        save_file({name: tensor.numpy() for name, tensor in files.items()}, Path(directory) / "model.safetensors")
+        (Path(directory) / "config.json").write_text((path / "config.json").read_text())
+        try:
+            model, _ = load_model(Path(directory), model_config=older)
+            model.set_dtype(mx.float32)
+            mx.eval(model.parameters())
+            return lambda row: np.array(model(mx.array([row])))[0]
+        except Exception as error:  # Whatever it cannot load.
+            return f"{type(error).__name__}: {error}".splitlines()[0][:160]
+
+
+def fused(tensors: dict) -> dict:
+    """Experts' matrices as two tensors for each layer."""
+    out, parts = {}, {}
+    for name, tensor in tensors.items():
+        before, found, rest = name.partition(".experts.")
+        if found:
+            number, part, _ = rest.split(".")
+            parts.setdefault(before, {})[int(number), part] = tensor
+        else:
+            out[name] = tensor
+    for before, experts in parts.items():
+        numbers = sorted({number for number, _ in experts})
+        out[f"{before}.experts.gate_up_proj"] = torch.stack([torch.cat([experts[i, "gate_proj"], experts[i, "up_proj"]]) for i in numbers])
+        out[f"{before}.experts.down_proj"] = torch.stack([experts[i, "down_proj"] for i in numbers])
+    return out
 
 
 def write(name: str, seed: int) -> None:

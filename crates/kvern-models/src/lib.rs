@@ -127,7 +127,10 @@ impl KvPolicy {
         let own = (own, own);
         let codecs = edge.map(|(_, codecs)| codecs).or(self.codecs).unwrap_or(own);
         match self.start {
-            Some(start) if codecs != own => group(own).late(start, vec![codecs.0, codecs.1]),
+            Some(start) if codecs != own => {
+                let late = group(codecs).planes.iter().map(|plane| plane.codec).collect();
+                group(own).late(start, late)
+            }
             _ => group(codecs),
         }
     }

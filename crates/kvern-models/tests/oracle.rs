@@ -14,12 +14,18 @@ use safetensors::SafeTensors;
 use serde_json::Value;
 use subjects::{Set, on, sets};
 
-const CASES: [&str; 22] = [
+const CASES: [&str; 28] = [
     "deepseek_v3",
     "deepseek_v32",
     "gemma2",
     "gemma4",
     "gemma4-moe",
+    "gguf-gemma4",
+    "gguf-gemma4-moe",
+    "gguf-glm-dsa",
+    "gguf-glm-dsa-shared",
+    "gguf-gpt-oss",
+    "gguf-qwen35moe",
     "glm_moe_dsa",
     "glm_moe_dsa-shared",
     "gpt_oss",
@@ -57,11 +63,44 @@ fn options(kv: Option<Codec>) -> LoadOptions<'static> {
 }
 
 fn open<B: Backend>(backend: &B, path: &Path, kv: Option<Codec>) -> Box<dyn Model<B>> {
-    load(backend, Checkpoint::open(path).unwrap(), &options(kv)).unwrap()
+    load(backend, checkpoint(path), &options(kv)).unwrap()
+}
+
+/// A checkpoint in a directory, which may be a GGUF file there.
+fn checkpoint(path: &Path) -> Checkpoint {
+    let whole = path.is_file() || path.join("config.json").is_file();
+    Checkpoint::open(&if whole { path.to_path_buf() } else { path.join("model.gguf") }).unwrap()
+}
+
+/// The cases that a kernel set runs: a GPU has no kernels for experts and latents yet, and says so when it loads a model that has them.
+fn cases(set: Set) -> Vec<&'static str> {
+    let stacks = |case: &str| ["moe", "glm", "deepseek", "gpt", "next"].iter().any(|part| case.contains(part));
+    CASES.into_iter().filter(|case| matches!(set, Set::Cpu(_)) || !stacks(case)).collect()
+}
+
+#[test]
+fn a_device_without_kernels_for_a_model_says_so_when_it_loads_it() {
+    for set in sets().into_iter().filter(|set| matches!(set, Set::Cuda)) {
+        for case in CASES.into_iter().filter(|case| !cases(set).contains(case)) {
+            let error = on!(set, 1, false, |backend| load(backend, checkpoint(&fixture(case)), &options(None)).err());
+            assert!(matches!(error, Some(Error::Backend(kvern_backend::Error::Verb { verb: "stack" }))), "{case}");
+        }
+    }
 }
 
 /// Runs `tokens` in steps of `chunk` and gives the logits of all positions.
 fn logits<B: Backend>(backend: &B, model: &mut dyn Model<B>, tokens: &[u32], chunk: usize) -> Vec<f32> {
+    logits_at(backend, model, tokens, chunk, 1)
+}
+
+/// The same at every `every`th position of a step, and the last of each.
+fn logits_at<B: Backend>(
+    backend: &B,
+    model: &mut dyn Model<B>,
+    tokens: &[u32],
+    chunk: usize,
+    every: usize,
+) -> Vec<f32> {
     let pool = Pool::new(model.info().spec.clone(), 1 << 30);
     let mut pages = backend.pages(pool.spec()).unwrap();
     let mut batch = Batch::new(&pool);
@@ -69,7 +108,8 @@ fn logits<B: Backend>(backend: &B, model: &mut dyn Model<B>, tokens: &[u32], chu
     let mut out = Vec::new();
     for tokens in tokens.chunks(chunk) {
         let append = batch.prepare_append(&[tokens.len()]).unwrap();
-        let outputs: Vec<u32> = (0..tokens.len() as u32).collect();
+        let wanted = |i: &u32| (*i as usize).is_multiple_of(every) || *i as usize + 1 == tokens.len();
+        let outputs: Vec<u32> = (0..tokens.len() as u32).filter(wanted).collect();
         let step = backend.begin(append.plan(tokens, &outputs).unwrap(), &mut pages).unwrap();
         let logits = model.forward(backend, &step, &mut pages).unwrap();
         out.extend(backend.download(logits).unwrap());
@@ -126,8 +166,8 @@ fn the_reference_backend_computes_the_oracle_s_logits() {
 
 #[test]
 fn exact_mode_computes_the_oracle_s_logits_and_tokens() {
-    for case in CASES {
-        for set in sets() {
+    for set in sets() {
+        for case in cases(set) {
             let of = |path: &Path| on!(set, 2, true, |backend| error(backend, path, path, Some(Codec::F32), true));
             let error = of(&fixture(case));
             println!("{case}, {}: {error:.1e}", set.name());
@@ -139,9 +179,9 @@ fn exact_mode_computes_the_oracle_s_logits_and_tokens() {
 #[test]
 fn state_in_half_precision_stays_within_its_bound() {
     // Where columns are picked, one that is picked in place of another moves logits by as much as it weighs.
-    let picks = |case: &&str| case.starts_with("glm") || *case == "deepseek_v32";
-    for case in CASES.into_iter().filter(|case| !picks(case)) {
-        for set in sets() {
+    let picks = |case: &str| case.contains("glm") || case == "deepseek_v32";
+    for set in sets() {
+        for case in cases(set).into_iter().filter(|case| !picks(case)) {
             let of = |path: &Path| on!(set, 2, false, |backend| error(backend, path, path, None, false));
             let error = of(&fixture(case));
             // Logits range over about ±10; keys and values carry 11 bits, and on a GPU so do activations and decoded weights.
@@ -233,7 +273,7 @@ fn draft_heads_make_the_oracle_s_guesses() {
     for case in ["glm_moe_dsa", "qwen3_5", "qwen3_5_moe"] {
         let error = draft_error(&Reference::new(), case, 256);
         assert!(error < EXACT, "{case}: {error}");
-        for set in sets() {
+        for set in sets().into_iter().filter(|&set| cases(set).contains(&case)) {
             for chunk in [1, 7, 256] {
                 let error = on!(set, 2, true, |backend| draft_error(backend, case, chunk));
                 assert!(error < EXACT, "{case}, {}, chunks of {chunk}: {error}", set.name());
@@ -291,8 +331,8 @@ fn trained_drafts<B: Backend>(backend: &B, path: &Path) {
 
 #[test]
 fn chunks_do_not_change_a_bit() {
-    for case in CASES {
-        for set in sets() {
+    for set in sets() {
+        for case in cases(set) {
             let tokens: Vec<u32> = (0..150).map(|i| i * i % VOCAB as u32).collect();
             let by = |chunk: usize| {
                 on!(set, 2, false, |backend| {
@@ -303,6 +343,25 @@ fn chunks_do_not_change_a_bit() {
             for chunk in [1, 7, 64] {
                 assert!(by(chunk) == whole, "{case}, {}, chunks of {chunk}", set.name());
             }
+        }
+    }
+}
+
+/// A graph may leave out what no logits are wanted of; what it computes stays the same.
+#[test]
+fn logits_where_they_are_wanted_are_those_of_every_position() {
+    for set in sets() {
+        for case in cases(set) {
+            let tokens: Vec<u32> = (0..90).map(|i| i * i % VOCAB as u32).collect();
+            let at = |every: usize| {
+                on!(set, 2, false, |backend| {
+                    logits_at(backend, open(backend, &fixture(case), None).as_mut(), &tokens, 40, every)
+                })
+            };
+            let (all, some) = (at(1), at(7));
+            let wanted = (0..90).filter(|i| (i % 40) % 7 == 0 || i % 40 == 39 || *i == 89);
+            let want: Vec<f32> = wanted.flat_map(|i| &all[i * VOCAB..][..VOCAB]).copied().collect();
+            assert!(some == want, "{case}, {}", set.name());
         }
     }
 }

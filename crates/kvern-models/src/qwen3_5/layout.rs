@@ -156,13 +156,12 @@ impl Layout {
 
 /// Brings a checkpoint's names to those of the graph: the text model's of a multimodal one, which stand one level deeper, and GGUF's.
 pub(super) fn rename(checkpoint: &mut Checkpoint, layers: usize) -> Result<(), Error> {
-    const PARTS: [(&str, &str); 14] = [
+    const PARTS: [(&str, &str); 13] = [
         ("post_attention_norm", "post_attention_layernorm"),
         ("attn_qkv", "linear_attn.in_proj_qkv"),
         ("attn_gate", "linear_attn.in_proj_z"),
         ("ssm_beta", "linear_attn.in_proj_b"),
         ("ssm_alpha", "linear_attn.in_proj_a"),
-        ("ssm_ba", "linear_attn.in_proj_ba"),
         ("ssm_conv1d", "linear_attn.conv1d"),
         ("ssm_norm", "linear_attn.norm"),
         ("ssm_out", "linear_attn.out_proj"),
