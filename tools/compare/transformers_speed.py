@@ -19,16 +19,18 @@ PROMPT, GENERATE = 512, 64
 
 def load(path: pathlib.Path, dtype):
     config = json.loads((path / "config.json").read_text())
-    if config["model_type"] != "qwen3_5":
+    if "text_config" not in config:
         return transformers.AutoModelForCausalLM.from_pretrained(path, dtype=dtype)
     # The text part of a multimodal layout.
     from safetensors.torch import load_file
 
-    text = transformers.Qwen3_5TextConfig(**{k: v for k, v in config["text_config"].items() if k != "model_type"})
-    model = transformers.Qwen3_5ForCausalLM(text).to(dtype).eval()
+    text = dict(config["text_config"])
+    made = transformers.AutoConfig.for_model(text.pop("model_type"), **text)
+    model = transformers.AutoModelForCausalLM.from_config(made, dtype=dtype).eval()
     weights = load_file(path / "model.safetensors")
     names = {name: name.replace("language_model.", "") for name in weights if not name.startswith("mtp.")}
-    model.load_state_dict({new: weights[old].to(dtype) for old, new in names.items()}, strict=False)
+    missing, unexpected = model.load_state_dict({new: weights[old].to(dtype) for old, new in names.items()}, strict=False)
+    assert not unexpected and missing in ([], ["lm_head.weight"]), (missing, unexpected)
     model.tie_weights()
     return model
 

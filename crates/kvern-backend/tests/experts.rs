@@ -18,7 +18,13 @@ const PICKS: usize = 2;
 
 fn encodings() -> [Encoding; 5] {
     use BlockFormat::{Mxfp4, Q4_1, Q8_0};
-    [Encoding::Raw(Raw::F32), Encoding::Raw(Raw::F16), Encoding::Block(Q4_1), Encoding::Block(Q8_0), Encoding::Block(Mxfp4)]
+    [
+        Encoding::Raw(Raw::F32),
+        Encoding::Raw(Raw::F16),
+        Encoding::Block(Q4_1),
+        Encoding::Block(Q8_0),
+        Encoding::Block(Mxfp4),
+    ]
 }
 
 /// A stack of random matrices.

@@ -15,7 +15,7 @@ use subjects::{Set, cpu, on, sets};
 fn formats() -> Vec<Encoding> {
     use BlockFormat::*;
     let raw = [Raw::F32, Raw::F16, Raw::Bf16].map(Encoding::Raw);
-    let blocks = [Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q4K, Q5K, Q6K].map(Encoding::Block);
+    let blocks = [Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q4K, Q5K, Q6K, Mxfp4].map(Encoding::Block);
     raw.into_iter().chain(blocks).collect()
 }
 
@@ -42,12 +42,14 @@ fn weight(encoding: &Encoding, outputs: usize, inputs: usize, seed: u64) -> Tens
                         scale(2);
                     }
                     BlockFormat::Q6K => scale(208),
+                    // A power of two near 1/64.
+                    BlockFormat::Mxfp4 => block[0] = 119 + block[0] % 4,
                     _ => scale(0),
                 }
             }
             bytes
         }
-        Encoding::Mlx(_) => unreachable!("MLX tensors come from files; see the weights' own tests"),
+        Encoding::Mlx(_) | Encoding::Mxfp4(_) => unreachable!("tensors in parts come from files; see the weights' own tests"),
     };
     Tensor::in_memory("w", &[outputs, inputs], encoding.clone(), bytes).unwrap()
 }

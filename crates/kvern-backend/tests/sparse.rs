@@ -41,7 +41,8 @@ fn run<B: Backend>(backend: &B, shape: Shape, rows: &[usize], chunk: usize) -> V
             counts.iter().enumerate().flat_map(|(row, &n)| (0..n).map(move |i| (row, i))).collect();
         let at: Vec<(usize, usize)> = at.into_iter().map(|(row, i)| (row, done[row] + i)).collect();
         let of = |salt: u64, width: usize| {
-            let token = |&(row, position): &(usize, usize)| values(salt << 40 | (rows[row] * 1000 + position) as u64, width);
+            let token =
+                |&(row, position): &(usize, usize)| values(salt << 40 | (rows[row] * 1000 + position) as u64, width);
             tensor(backend, &at.iter().flat_map(token).collect::<Vec<f32>>(), width)
         };
         let append = batch.prepare_append(&counts).unwrap();

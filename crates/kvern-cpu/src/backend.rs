@@ -17,6 +17,8 @@ use crate::picked::Picked;
 use crate::pool::Pool;
 use crate::quantize::{GROUP, Quantized};
 use crate::tensor::Matrix;
+#[cfg(target_arch = "x86_64")]
+use crate::tiles::{self, Split};
 use crate::{KernelSet, Tensor, attention, elementwise, isa, limits, matmul, recurrent, sparse};
 
 /// How a [`Cpu`] is made.
@@ -24,7 +26,7 @@ use crate::{KernelSet, Tensor, attention, elementwise, isa, limits, matmul, recu
 pub struct CpuOptions {
     /// Threads; the number of cores when absent.
     pub threads: Option<usize>,
-    /// `scalar`, `avx2` or `avx512`; the best of this CPU when absent.
+    /// `scalar`, `avx2`, `avx512` or `amx`; the best of this CPU when absent.
     pub isa: Option<String>,
     /// Decode quantized weights to `f32` and keep activations in `f32`: slow, and as exact as `f32` gets.
     pub exact: bool,
@@ -60,6 +62,8 @@ pub struct Cpu {
     pool: Pool,
     exact: bool,
     quantized: Mutex<Quantized>,
+    #[cfg(target_arch = "x86_64")]
+    split: Mutex<Split>,
 }
 
 impl Cpu {
@@ -80,7 +84,14 @@ impl Cpu {
         let cores = || std::thread::available_parallelism().map_or(1, usize::from);
         let threads = options.threads.unwrap_or_else(cores).max(1);
         let pool = Pool::new(threads).map_err(|source| Error::Threads { threads, source })?;
-        Ok(Self { set, pool, exact: options.exact, quantized: Mutex::new(Quantized::empty()?) })
+        Ok(Self {
+            set,
+            pool,
+            exact: options.exact,
+            quantized: Mutex::new(Quantized::empty()?),
+            #[cfg(target_arch = "x86_64")]
+            split: Mutex::new(Split::empty()?),
+        })
     }
 
     /// The instruction set in use.
@@ -114,8 +125,19 @@ impl Cpu {
             quantized.reserve(x.rows(), x.width())?;
             quantized.fill(self.set, &self.pool, x);
         }
-        let products: Vec<Product<'_>> =
-            outs.iter_mut().map(|(weight, out)| Product::new(weight, shares, out, store)).collect();
+        let products = outs.iter_mut().map(|(weight, out)| Product::new(weight, shares, out, store));
+        #[cfg(target_arch = "x86_64")]
+        let products: Vec<Product<'_>> = {
+            let (tiled, others) = products.partition::<Vec<_>, _>(|product| tiles::has(product.weight));
+            if let Some(amx) = self.set.tiles().filter(|_| !tiled.is_empty()) {
+                let mut split = self.split.lock().unwrap_or_else(PoisonError::into_inner);
+                split.fill(self.set, &self.pool, x, shares)?;
+                tiles::products(self.set, amx, &self.pool, (x, &split), &tiled);
+            }
+            others
+        };
+        #[cfg(not(target_arch = "x86_64"))]
+        let products: Vec<Product<'_>> = products.collect();
         matmul::products(self.set, &self.pool, x, &quantized, &products);
         Ok(())
     }
@@ -154,7 +176,7 @@ impl Backend for Cpu {
         }
         // Sums over quantized activations run in groups of 32; a format whose rows are no multiple of that is decoded.
         let exact = self.exact || !weight.cols().is_multiple_of(GROUP);
-        Ok(Linear::pack(&self.pool, &weight, bias.as_ref(), count, exact)?)
+        Ok(Linear::pack((&self.pool, self.set), &weight, bias.as_ref(), count, exact)?)
     }
 
     fn linear_bytes(&self, linear: &Linear) -> usize {

@@ -30,8 +30,10 @@ pub mod quantize;
 pub mod recurrent;
 mod sparse;
 mod tensor;
+#[cfg(target_arch = "x86_64")]
+pub mod tiles;
 
 pub use backend::{Cpu, CpuOptions, Error};
 pub use isa::KernelSet;
 pub use kvern_backend::Backend;
-pub use tensor::Tensor;
+pub use tensor::{Matrix, Tensor};

@@ -36,14 +36,17 @@ pub enum Store {
 /// A row of the input, and the row of the output that it becomes.
 #[derive(Debug, Clone, Copy)]
 pub struct Pair {
+    /// The input's.
     pub input: u32,
+    /// The output's.
     pub output: u32,
 }
 
 /// Rows that one matrix of a stack is multiplied with.
 #[derive(Debug, Clone, Copy)]
 pub struct Share<'a> {
-    matrix: usize,
+    /// The matrix.
+    pub matrix: usize,
     /// The rows; all of them, in order, when absent.
     pairs: Option<&'a [Pair]>,
 }
@@ -57,27 +60,34 @@ impl<'a> Share<'a> {
         Self { matrix, pairs: Some(pairs) }
     }
 
-    fn rows(&self, x: Matrix<'_>) -> usize {
+    /// Number of the rows, of which `x` has some.
+    pub fn rows(&self, x: Matrix<'_>) -> usize {
         self.pairs.map_or(x.rows(), <[Pair]>::len)
     }
 
+    /// Row of the input.
     #[inline(always)]
-    fn input(&self, row: usize) -> usize {
+    pub fn input(&self, row: usize) -> usize {
         self.pairs.map_or(row, |pairs| pairs[row].input as usize)
     }
 
+    /// Row of the output.
     #[inline(always)]
-    fn output(&self, row: usize) -> usize {
+    pub fn output(&self, row: usize) -> usize {
         self.pairs.map_or(row, |pairs| pairs[row].output as usize)
     }
 }
 
 /// One product of a region.
 pub struct Product<'a> {
-    weight: &'a Linear,
-    shares: &'a [Share<'a>],
-    store: Store,
-    out: Disjoint<'a, f32>,
+    /// The weight.
+    pub weight: &'a Linear,
+    /// Which rows are multiplied with which of its matrices.
+    pub shares: &'a [Share<'a>],
+    /// What to do with the product.
+    pub store: Store,
+    /// The output's values.
+    pub out: Disjoint<'a, f32>,
     /// Panels walked side by side.
     panels: usize,
 }
@@ -132,6 +142,8 @@ impl Kernel for Block<'_> {
             Body::Raw(Raw::F32, data) => self.rows(isa, &RawPanels { data: data.view::<f32>(), x: self.x, share }),
             Body::Raw(Raw::F16, data) => self.rows(isa, &RawPanels { data: data.view::<f16>(), x: self.x, share }),
             Body::Raw(Raw::Bf16, data) => self.rows(isa, &RawPanels { data: data.view::<bf16>(), x: self.x, share }),
+            // Those have products of their own.
+            Body::Tiles(_) => {}
             Body::Codes(codes) => {
                 let x = self.quantized.rows();
                 match (codes.affine.bits, codes.affine.group) {
@@ -214,22 +226,23 @@ impl Block<'_> {
                 let end = start + LANES.min(weight.outputs - output);
                 // SAFETY: blocks of a region are disjoint in panels or in rows of the output, and tiles of a block in rows.
                 let out = unsafe { self.product.out.part(start..end) };
-                self.write(isa, value, out);
+                write(isa, value, self.product.store, out);
             }
         }
     }
+}
 
-    #[inline(always)]
-    fn write<S: Isa>(&self, isa: S, value: S::F, out: &mut [f32]) {
-        if let Some(out) = out.first_chunk_mut::<LANES>() {
-            let value = if self.product.store == Store::Add { isa.add(isa.load(out), value) } else { value };
-            isa.store(value, out);
-        } else {
-            let mut lanes = [0.0; LANES];
-            isa.store(value, &mut lanes);
-            for (out, lane) in out.iter_mut().zip(lanes) {
-                *out = if self.product.store == Store::Add { *out + lane } else { lane };
-            }
+/// Stores the lanes that there are outputs for, or adds them.
+#[inline(always)]
+pub fn write<S: Isa>(isa: S, value: S::F, store: Store, out: &mut [f32]) {
+    if let Some(out) = out.first_chunk_mut::<LANES>() {
+        let value = if store == Store::Add { isa.add(isa.load(out), value) } else { value };
+        isa.store(value, out);
+    } else {
+        let mut lanes = [0.0; LANES];
+        isa.store(value, &mut lanes);
+        for (out, lane) in out.iter_mut().zip(lanes) {
+            *out = if store == Store::Add { *out + lane } else { lane };
         }
     }
 }

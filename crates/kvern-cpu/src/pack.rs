@@ -16,8 +16,11 @@
 use kvern_base::{AllocError, Buffer, Element, Raw, bf16, f16};
 use kvern_weights::{Affine, Encoding, Tensor as Weight};
 
+use crate::KernelSet;
 use crate::isa::{Isa, LANES, Lane};
 use crate::pool::{Disjoint, Pool};
+#[cfg(target_arch = "x86_64")]
+use crate::tiles;
 
 /// Inputs of one unit of codes.
 pub const UNIT: usize = 8;
@@ -44,6 +47,8 @@ pub enum Body {
     Raw(Raw, Buffer),
     /// Quantized codes.
     Codes(Codes),
+    /// Raw elements of bf16 as tiles; see [`crate::tiles`].
+    Tiles(Buffer),
 }
 
 /// Packed codes with their scales.
@@ -133,9 +138,10 @@ impl Codes {
 }
 
 impl Linear {
-    /// Packs a weight, which is `count` matrices one below the other; `exact` decodes quantized weights to `f32` instead of keeping codes.
+    /// Packs a weight, which is `count` matrices one below the other; `exact` decodes quantized weights to `f32` instead of keeping codes, and `set` says what
+    /// kernels there are.
     pub fn pack(
-        pool: &Pool,
+        (pool, set): (&Pool, KernelSet),
         weight: &Weight,
         bias: Option<&Weight>,
         count: usize,
@@ -146,6 +152,10 @@ impl Linear {
         let body = match (weight.affine(), weight.encoding()) {
             (Some(affine), _) if !exact => Body::Codes(pack_codes(pool, weight, affine)?),
             (None, Encoding::Raw(Raw::F16)) if !exact => pack_raw::<f16>(pool, weight)?,
+            #[cfg(target_arch = "x86_64")]
+            (None, Encoding::Raw(Raw::Bf16)) if !exact && set.tiles().is_some() => {
+                Body::Tiles(tiles::pack(pool, weight)?)
+            }
             (None, Encoding::Raw(Raw::Bf16)) if !exact => pack_raw::<bf16>(pool, weight)?,
             _ => pack_raw::<f32>(pool, weight)?,
         };
@@ -165,7 +175,7 @@ impl Linear {
     /// Bytes that the weights occupy.
     pub fn bytes(&self) -> usize {
         match &self.body {
-            Body::Raw(_, data) => data.len(),
+            Body::Raw(_, data) | Body::Tiles(data) => data.len(),
             Body::Codes(codes) => {
                 codes.codes.len() + codes.scales.bytes() + codes.biases.as_ref().map_or(0, Floats::bytes)
             }
@@ -183,6 +193,10 @@ impl Linear {
             Body::Raw(Raw::F32, data) => raw::<f32>(data, panel, lane, out),
             Body::Raw(Raw::F16, data) => raw::<f16>(data, panel, lane, out),
             Body::Raw(Raw::Bf16, data) => raw::<bf16>(data, panel, lane, out),
+            #[cfg(target_arch = "x86_64")]
+            Body::Tiles(data) => tiles::row(data, output, out),
+            #[cfg(not(target_arch = "x86_64"))]
+            Body::Tiles(_) => unreachable!("no other processor has tiles"),
             Body::Codes(codes) => {
                 let Affine { group, zero, .. } = codes.affine;
                 for (input, out) in out.iter_mut().enumerate() {

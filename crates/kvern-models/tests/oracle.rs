@@ -334,7 +334,8 @@ fn draft_heads_of_trained_models_guess_as_their_makers_say() {
             tensor.data().chunks(step).map(|bytes| u32::from_le_bytes(bytes[..4].try_into().unwrap())).collect()
         };
         let set = *sets().last().unwrap();
-        let run = |prompts: &[Vec<u32>], count| on!(set, 2, true, |backend| guess_along(backend, &path, prompts, count));
+        let run =
+            |prompts: &[Vec<u32>], count| on!(set, 2, true, |backend| guess_along(backend, &path, prompts, count));
         let golden = &run(&[numbers("p64.ids")], 64)[0];
         assert_eq!((&golden.0, &golden.1), (&numbers("p64.greedy"), &numbers("p64.mtp_drafts")), "{name}");
         let (mut right, mut all) = ([0; 3], [0; 3]);
@@ -465,7 +466,12 @@ fn configurations_of_experts_and_latents_that_make_no_sense_are_errors_too() {
         ("glm_moe_dsa", "num_hidden_layers", 5.into(), "`model.layers.4.input_layernorm.weight` is missing"),
         ("glm_moe_dsa", "rope_parameters", rope("spiral"), "`rope_type`"),
         ("glm_moe_dsa-shared", "indexer_types", serde_json::json!(["full", "shared", "full"]), "`indexer_types`"),
-        ("glm_moe_dsa-shared", "indexer_types", serde_json::json!(["shared", "full", "full", "full"]), "`indexer_types`"),
+        (
+            "glm_moe_dsa-shared",
+            "indexer_types",
+            serde_json::json!(["shared", "full", "full", "full"]),
+            "`indexer_types`",
+        ),
         (
             "glm_moe_dsa-shared",
             "indexer_types",
@@ -473,7 +479,12 @@ fn configurations_of_experts_and_latents_that_make_no_sense_are_errors_too() {
             "belong to no part of this model, the first is `model.layers.2.self_attn.indexer",
         ),
         ("gpt_oss", "num_experts_per_tok", 7.into(), "`num_experts_per_tok`"),
-        ("gpt_oss", "intermediate_size", 48.into(), "`model.layers.0.mlp.experts.gate_up_proj_blocks` should have the shape"),
+        (
+            "gpt_oss",
+            "intermediate_size",
+            48.into(),
+            "`model.layers.0.mlp.experts.gate_up_proj_blocks` should have the shape",
+        ),
         ("gpt_oss", "sliding_window", 0.into(), "`sliding_window`"),
         ("qwen3_next", "num_experts_per_tok", 7.into(), "`num_experts_per_tok`"),
         ("qwen3_next", "linear_num_value_heads", 3.into(), "`linear_num_value_heads`"),

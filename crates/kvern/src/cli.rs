@@ -25,7 +25,7 @@ pub struct RunArgs {
     /// Threads [default: all cores]
     #[arg(long, global = true, env = "KVERN_THREADS", value_name = "N", value_parser = clap::value_parser!(u32).range(1..=1024))]
     threads: Option<u32>,
-    /// Instruction set: scalar, avx2 or avx512 [default: the best one here]
+    /// Instruction set: scalar, avx2, avx512 or amx [default: the best one here]
     #[arg(long, global = true, env = "KVERN_ISA", value_name = "ISA")]
     isa: Option<String>,
     /// How keys and values are stored: f32, f16, bf16, k8v8, q8, k8v4, k8v3, q4, k5v4, k4v4, k4v3, k4v2, or KEYS/VALUES [default: the model's own type]

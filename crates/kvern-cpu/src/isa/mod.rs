@@ -12,6 +12,8 @@
 mod scalar;
 
 #[cfg(target_arch = "x86_64")]
+pub mod amx;
+#[cfg(target_arch = "x86_64")]
 mod avx2;
 #[cfg(target_arch = "x86_64")]
 mod avx512;
@@ -221,6 +223,9 @@ pub enum KernelSet {
     /// AVX-512 F, BW, VL, DQ and VNNI.
     #[cfg(target_arch = "x86_64")]
     Avx512(Avx512),
+    /// The same, with tiles for products with bf16 weights.
+    #[cfg(target_arch = "x86_64")]
+    Amx(Avx512, amx::Amx),
 }
 
 impl KernelSet {
@@ -231,6 +236,7 @@ impl KernelSet {
         {
             sets.extend(Avx2::detect().map(Self::Avx2));
             sets.extend(Avx512::detect().map(Self::Avx512));
+            sets.extend(Avx512::detect().zip(amx::Amx::detect()).map(|(isa, amx)| Self::Amx(isa, amx)));
         }
         sets
     }
@@ -243,6 +249,17 @@ impl KernelSet {
             Self::Avx2(_) => "avx2",
             #[cfg(target_arch = "x86_64")]
             Self::Avx512(_) => "avx512",
+            #[cfg(target_arch = "x86_64")]
+            Self::Amx(..) => "amx",
+        }
+    }
+
+    /// The tiles, if the set has them.
+    #[cfg(target_arch = "x86_64")]
+    pub fn tiles(self) -> Option<amx::Amx> {
+        match self {
+            Self::Amx(_, amx) => Some(amx),
+            _ => None,
         }
     }
 
@@ -254,7 +271,7 @@ impl KernelSet {
             #[cfg(target_arch = "x86_64")]
             Self::Avx2(isa) => isa.go(kernel),
             #[cfg(target_arch = "x86_64")]
-            Self::Avx512(isa) => isa.go(kernel),
+            Self::Avx512(isa) | Self::Amx(isa, _) => isa.go(kernel),
         }
     }
 }
