@@ -12,7 +12,7 @@ use kvern_state::{Batch, Codec, Demand, Pool};
 use kvern_weights::Checkpoint;
 use safetensors::SafeTensors;
 use serde_json::Value;
-use subjects::{Set, on, sets};
+use subjects::{Set, on, sets_of_fixtures as sets};
 
 const CASES: [&str; 28] = [
     "deepseek_v3",

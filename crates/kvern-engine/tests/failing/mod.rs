@@ -5,7 +5,7 @@ use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
-use kvern_backend::{Activation, Attention, Backend, DeltaInputs, DeltaRule, Error, Part, Slot};
+use kvern_backend::{Activation, Attention, Backend, DeltaInputs, DeltaRule, Error, Indexer, Part, Routing, Slot};
 use kvern_cpu::{Cpu, CpuOptions};
 use kvern_engine::{Engine, EngineOptions};
 use kvern_models::{LoadOptions, load};
@@ -77,12 +77,24 @@ impl Backend for Failing {
     verbs! {
         plain fn describe(&self) -> String;
         plain fn linear(&self, weight: Weight, bias: Option<Weight>) -> Result<Linear, Error>;
+        plain fn stack(&self, weight: Weight, bias: Option<Weight>, count: usize) -> Result<Linear, Error>;
         plain fn linear_bytes(&self, linear: &Linear) -> usize;
         plain fn vector(&self, values: &[f32]) -> Result<Vec<f32>, Error>;
         plain fn tensor(&self, rows: usize, width: usize) -> Result<Tensor, Error>;
         plain fn resize(&self, tensor: &mut Tensor, rows: usize) -> Result<(), Error>;
         plain fn pages(&self, spec: &StateSpec) -> Result<Pages, Error>;
         fails fn begin(&self, plan: StepPlan, pages: &mut Pages) -> Result<StepPlan, Error>;
+        plain fn at_outputs(&self, step: &StepPlan) -> Option<StepPlan>;
+        plain fn route(
+            &self, logits: &Tensor, routing: Routing, sides: [Option<&Vec<f32>>; 2], picks: &mut Tensor
+        ) -> Result<(), Error>;
+        plain fn project_picked(
+            &self, x: &Tensor, picks: &Tensor, outs: &mut [(&Linear, &mut Tensor)]
+        ) -> Result<(), Error>;
+        plain fn combine(&self, x: &Tensor, picks: &Tensor, out: &mut Tensor) -> Result<(), Error>;
+        plain fn combine_add(&self, x: &Tensor, picks: &Tensor, acc: &mut Tensor) -> Result<(), Error>;
+        plain fn project_heads(&self, x: &Tensor, stack: &Linear, out: &mut Tensor) -> Result<(), Error>;
+        plain fn layer_norm_in_place(&self, x: &mut Tensor, affine: [&Vec<f32>; 2], eps: f32) -> Result<(), Error>;
         plain fn embed(&self, step: &StepPlan, table: &Linear, scale: f32, out: &mut Tensor) -> Result<(), Error>;
         plain fn rms_norm_add(&self, x: &Tensor, weight: &Vec<f32>, eps: f32, acc: &mut Tensor) -> Result<(), Error>;
         plain fn activate(&self, activation: Activation, x: &mut Tensor) -> Result<(), Error>;
@@ -101,6 +113,12 @@ impl Backend for Failing {
             &self, step: &StepPlan, pages: &Pages, attention: Attention, sinks: Option<&Vec<f32>>, q: &Tensor,
             out: &mut Tensor
         ) -> Result<(), Error>;
+        fails fn select(
+            &self, step: &StepPlan, pages: &Pages, indexer: Indexer, inputs: (&Tensor, &Tensor), picks: &mut Tensor
+        ) -> Result<(), Error>;
+        fails fn attend_picked(
+            &self, step: &StepPlan, pages: &Pages, attention: Attention, picks: &Tensor, q: &Tensor, out: &mut Tensor
+        ) -> Result<(), Error>;
         fails fn convolve(
             &self, step: &StepPlan, pages: &mut Pages, state: (Slot, usize), kernel: &Vec<f32>, x: &Tensor,
             out: &mut Tensor
@@ -110,6 +128,10 @@ impl Backend for Failing {
             out: &mut Tensor
         ) -> Result<(), Error>;
         plain fn gate(&self, activation: Activation, gate: &mut Tensor, up: &Tensor) -> Result<(), Error>;
+        plain fn gate_clamped(&self, unit: (f32, f32), gate: &mut Tensor, up: &Tensor) -> Result<(), Error>;
+        plain fn scale(&self, factor: f32, x: &mut Tensor) -> Result<(), Error>;
+        plain fn slice(&self, x: &Tensor, first: usize, out: &mut Tensor) -> Result<(), Error>;
+        plain fn join(&self, heads: usize, a: &Tensor, b: &Tensor, out: &mut Tensor) -> Result<(), Error>;
         plain fn outputs(&self, step: &StepPlan, x: &Tensor, out: &mut Tensor) -> Result<(), Error>;
         plain fn upload(&self, values: &[f32], tensor: &mut Tensor) -> Result<(), Error>;
         fails fn download(&self, tensor: &Tensor) -> Result<Vec<f32>, Error>;
