@@ -49,7 +49,9 @@ fn weight(encoding: &Encoding, outputs: usize, inputs: usize, seed: u64) -> Tens
             }
             bytes
         }
-        Encoding::Mlx(_) | Encoding::Mxfp4(_) => unreachable!("tensors in parts come from files; see the weights' own tests"),
+        Encoding::Mlx(_) | Encoding::Mxfp4(_) => {
+            unreachable!("tensors in parts come from files; see the weights' own tests")
+        }
     };
     Tensor::in_memory("w", &[outputs, inputs], encoding.clone(), bytes).unwrap()
 }

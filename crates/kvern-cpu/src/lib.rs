@@ -1,7 +1,7 @@
 //! The CPU backend: one set of kernels over AVX-512, AVX2 or portable code, and a thread pool.
 //!
 //! **What.** [`Cpu`] implements [`Backend`] with weights repacked into panels ([`pack`]), quantized activations ([`quantize`]), matrix
-//! products ([`matmul`]), paged attention ([`attention`]) and recurrences ([`recurrent`]). The instruction set is chosen once, when the backend is made.
+//! products ([`matmul`], on AMX [`tiles`]), paged attention ([`attention`]) and recurrences ([`recurrent`]). The instruction set is chosen once, when the backend is made.
 //!
 //! **Why.** Decoding is bound by reading weights and state once, prefill by integer dot products; one panel layout serves both.
 //!

@@ -152,11 +152,10 @@ impl Linear {
         let body = match (weight.affine(), weight.encoding()) {
             (Some(affine), _) if !exact => Body::Codes(pack_codes(pool, weight, affine)?),
             (None, Encoding::Raw(Raw::F16)) if !exact => pack_raw::<f16>(pool, weight)?,
-            #[cfg(target_arch = "x86_64")]
-            (None, Encoding::Raw(Raw::Bf16)) if !exact && set.tiles().is_some() => {
-                Body::Tiles(tiles::pack(pool, weight)?)
-            }
-            (None, Encoding::Raw(Raw::Bf16)) if !exact => pack_raw::<bf16>(pool, weight)?,
+            (None, Encoding::Raw(Raw::Bf16)) if !exact => match pack_tiles((pool, set), weight)? {
+                Some(tiles) => Body::Tiles(tiles),
+                None => pack_raw::<bf16>(pool, weight)?,
+            },
             _ => pack_raw::<f32>(pool, weight)?,
         };
         let bias = bias.map(|bias| {
@@ -208,6 +207,16 @@ impl Linear {
             }
         }
     }
+}
+
+#[cfg(target_arch = "x86_64")]
+fn pack_tiles((pool, set): (&Pool, KernelSet), weight: &Weight) -> Result<Option<Buffer>, AllocError> {
+    if set.tiles().is_some() { tiles::pack(pool, weight) } else { Ok(None) }
+}
+
+#[cfg(not(target_arch = "x86_64"))]
+fn pack_tiles(_: (&Pool, KernelSet), _: &Weight) -> Result<Option<Buffer>, AllocError> {
+    Ok(None)
 }
 
 fn pack_raw<E: Lane>(pool: &Pool, weight: &Weight) -> Result<Body, AllocError> {

@@ -15,7 +15,8 @@ use kvern_weights::Checkpoint;
 use subjects::{Set, on, sets_of_fixtures as sets};
 
 /// Full attention, with quantized weights too, windows of two pages and a bit in all layers, both, with capped scores, and recurrent layers.
-const DENSE: [&str; 8] = ["llama", "llama-mlx", "qwen2", "qwen3", "mistral-window", "qwen2-window", "gemma2", "qwen3_5"];
+const DENSE: [&str; 8] =
+    ["llama", "llama-mlx", "qwen2", "qwen3", "mistral-window", "qwen2-window", "gemma2", "qwen3_5"];
 /// Layers that share state; latents with an indexer, and experts; sinks.
 const OTHERS: [&str; 3] = ["gemma4", "glm_moe_dsa", "gpt_oss"];
 

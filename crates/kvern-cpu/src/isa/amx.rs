@@ -2,9 +2,13 @@
 //!
 //! Tile registers are no operands of inline assembly. [`Amx::multiply`] therefore is one block of it from the first tile to the last, between
 //! [`Amx::begin`] and [`Amx::end`], which set up and release the registers' shapes; the compiler uses none of them itself.
+//!
+//! The instruction's arithmetic is defined to the bit: of a pair of values, the products of the first and of the second are summed up apart over the 16 pairs of a tile, by
+//! fused multiply-adds that begin at zero; both sums are added, and then added to the result; subnormal numbers count as zero. [`Amx::multiply_row`] does the same for one row with
+//! AVX-512, which keeps more of the memory's reads in flight than tiles do.
 
 use std::arch::asm;
-use std::arch::x86_64::__cpuid_count;
+use std::arch::x86_64::*;
 
 /// Bytes of a tile: 16 rows of 64.
 pub const TILE: usize = 1024;
@@ -15,27 +19,20 @@ pub const PARTS: usize = 3;
 #[derive(Debug, Clone, Copy)]
 pub struct Amx(());
 
-/// Shapes of the tiles, each of rows of 64 bytes.
-#[derive(Clone, Copy)]
+/// All eight tiles have 16 rows of 64 bytes.
 #[repr(C, align(64))]
 struct Shapes([u8; 64]);
 
-/// For so many rows of the left factor and of results, less one: tiles 0 to 5. Tiles 6 and 7 have 16 rows.
-static SHAPES: [Shapes; 16] = {
-    let mut all = [Shapes([0; 64]); 16];
-    let mut rows = 0;
-    while rows < 16 {
-        let bytes = &mut all[rows].0;
-        bytes[0] = 1;
-        let mut tile = 0;
-        while tile < 8 {
-            bytes[16 + 2 * tile] = 64;
-            bytes[48 + tile] = if tile < 6 { rows as u8 + 1 } else { 16 };
-            tile += 1;
-        }
-        rows += 1;
+static SHAPES: Shapes = {
+    let mut bytes = [0; 64];
+    bytes[0] = 1;
+    let mut tile = 0;
+    while tile < 8 {
+        bytes[16 + 2 * tile] = 64;
+        bytes[48 + tile] = 16;
+        tile += 1;
     }
-    all
+    Shapes(bytes)
 };
 
 impl Amx {
@@ -47,12 +44,11 @@ impl Amx {
             .then_some(Self(()))
     }
 
-    /// Sets up the tiles of this thread for `rows` rows of a block, 1 to 16.
+    /// Sets up the tiles of this thread.
     #[inline(always)]
-    pub fn begin(self, rows: usize) {
-        let shapes = &SHAPES[rows - 1];
+    pub fn begin(self) {
         // SAFETY: the token proves that the CPU has the instruction; the shapes are those of the first palette.
-        unsafe { asm!("ldtilecfg [{}]", in(reg) shapes, options(nostack, readonly)) }
+        unsafe { asm!("ldtilecfg [{}]", in(reg) &raw const SHAPES, options(nostack, readonly)) }
     }
 
     /// Gives the tiles of this thread back.
@@ -63,7 +59,7 @@ impl Amx {
     }
 
     /// `out[r][p] = Σ_k a[r][k] · b[p][k]` for blocks of 16 rows and panels of 16 columns: two of each, or one where the second is the first. A step `k`
-    /// is 32 values: of `a` [`PARTS`] tiles, each `[row][32]`; of `b` one tile `[pair][column][2]`. `out` is `[2][2][16][16]`, of which the rows that there are are written.
+    /// is 32 values: of `a` [`PARTS`] tiles, each `[row][32]`; of `b` one tile `[pair][column][2]`. `out` is `[2][2][16][16]`.
     ///
     /// # Safety
     /// Between [`Self::begin`] and [`Self::end`] on this thread; each pointer of `a` must have `steps * PARTS` tiles behind it, each of `b` `steps` of them.
@@ -80,10 +76,6 @@ impl Amx {
                 asm!(
                     "tilezero tmm0", "tilezero tmm1",
                     "2:",
-                    "prefetcht0 [{b} + 4096 + 0]", "prefetcht0 [{b} + 4096 + 64]", "prefetcht0 [{b} + 4096 + 128]", "prefetcht0 [{b} + 4096 + 192]", "prefetcht0 [{b} + 4096 + 256]", "prefetcht0 [{b} + 4096 + 320]", "prefetcht0 [{b} + 4096 + 384]", "prefetcht0 [{b} + 4096 + 448]",
-                    "prefetcht0 [{b} + 4096 + 512]", "prefetcht0 [{b} + 4096 + 576]", "prefetcht0 [{b} + 4096 + 640]", "prefetcht0 [{b} + 4096 + 704]", "prefetcht0 [{b} + 4096 + 768]", "prefetcht0 [{b} + 4096 + 832]", "prefetcht0 [{b} + 4096 + 896]", "prefetcht0 [{b} + 4096 + 960]",
-                    "prefetcht0 [{d} + 4096 + 0]", "prefetcht0 [{d} + 4096 + 64]", "prefetcht0 [{d} + 4096 + 128]", "prefetcht0 [{d} + 4096 + 192]", "prefetcht0 [{d} + 4096 + 256]", "prefetcht0 [{d} + 4096 + 320]", "prefetcht0 [{d} + 4096 + 384]", "prefetcht0 [{d} + 4096 + 448]",
-                    "prefetcht0 [{d} + 4096 + 512]", "prefetcht0 [{d} + 4096 + 576]", "prefetcht0 [{d} + 4096 + 640]", "prefetcht0 [{d} + 4096 + 704]", "prefetcht0 [{d} + 4096 + 768]", "prefetcht0 [{d} + 4096 + 832]", "prefetcht0 [{d} + 4096 + 896]", "prefetcht0 [{d} + 4096 + 960]",
                     "tileloadd tmm6, [{b} + {s}*1]", "tileloadd tmm7, [{d} + {s}*1]",
                     "tileloadd tmm3, [{a} + {s}*1]", "tileloadd tmm4, [{a} + {s}*1 + 1024]", "tileloadd tmm5, [{a} + {s}*1 + 2048]",
                     "tdpbf16ps tmm0, tmm3, tmm6", "tdpbf16ps tmm1, tmm3, tmm7",
@@ -120,6 +112,57 @@ impl Amx {
                 options(nostack),
             );
         }
+    }
+}
+
+/// Rows of so few that [`Amx::multiply_row`] is faster than tiles.
+pub const FEW: usize = 3;
+/// Panels that [`Amx::multiply_row`] walks side by side.
+pub const SIDE: usize = 2;
+
+impl Amx {
+    /// What [`Self::multiply`] makes of one row, for [`SIDE`] panels. `a` is `[step][part][32]`; each of `b` has a tile for each step.
+    #[inline(always)]
+    pub fn multiply_row(self, a: &[[[f32; 32]; PARTS]], b: [&[[u8; TILE]]; SIDE], out: &mut [[f32; 16]; SIDE]) {
+        // SAFETY: the token proves AVX-512 too.
+        unsafe { multiply_row(a, b, out) }
+    }
+}
+
+#[target_feature(enable = "avx512f,avx512bw")]
+fn multiply_row(a: &[[[f32; 32]; PARTS]], b: [&[[u8; TILE]]; SIDE], out: &mut [[f32; 16]; SIDE]) {
+    let mut sums = [_mm512_setzero_ps(); SIDE];
+    let high = _mm512_set1_epi32(0xFFFF_0000_u32 as i32);
+    let steps = a.len();
+    for (step, a) in a.iter().enumerate() {
+        // Sums of the first and the second of each pair.
+        let mut first = [[_mm512_setzero_ps(); PARTS]; SIDE];
+        let mut second = [[_mm512_setzero_ps(); PARTS]; SIDE];
+        for pair in 0..16 {
+            for p in 0..SIDE {
+                let tile = &b[p][step];
+                // SAFETY: a tile has 16 times 64 bytes.
+                let both = unsafe { _mm512_loadu_si512(tile.as_ptr().add(64 * pair).cast()) };
+                if step + 4 < steps {
+                    _mm_prefetch::<_MM_HINT_T0>(b[p][step + 4].as_ptr().wrapping_add(64 * pair).cast());
+                }
+                let (even, odd) = (_mm512_slli_epi32::<16>(both), _mm512_and_si512(both, high));
+                let (even, odd) = (_mm512_castsi512_ps(even), _mm512_castsi512_ps(odd));
+                for part in 0..PARTS {
+                    first[p][part] = _mm512_fmadd_ps(_mm512_set1_ps(a[part][2 * pair]), even, first[p][part]);
+                    second[p][part] = _mm512_fmadd_ps(_mm512_set1_ps(a[part][2 * pair + 1]), odd, second[p][part]);
+                }
+            }
+        }
+        for p in 0..SIDE {
+            for part in 0..PARTS {
+                sums[p] = _mm512_add_ps(sums[p], _mm512_add_ps(first[p][part], second[p][part]));
+            }
+        }
+    }
+    for p in 0..SIDE {
+        // SAFETY: 16 floats are writable.
+        unsafe { _mm512_storeu_ps(out[p].as_mut_ptr(), sums[p]) };
     }
 }
 
