@@ -17,7 +17,7 @@ def ggml() -> None:
     writer = gguf.GGUFWriter(OUT / "formats.gguf", "llama")
     decoded = {}
     for kind in [types.F32, types.F16, types.BF16, types.Q4_0, types.Q4_1, types.Q5_0, types.Q5_1, types.Q8_0,
-                 types.Q4_K, types.Q5_K, types.Q6_K]:
+                 types.Q4_K, types.Q5_K, types.Q6_K, types.MXFP4]:
         values = random.normal(0, 1, (ROWS, COLS)).astype(np.float32)
         try:
             data = gguf.quantize(values, kind)

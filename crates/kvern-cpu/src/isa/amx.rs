@@ -15,7 +15,7 @@ pub const TILE: usize = 1024;
 /// Parts that a value of the left factor is split into.
 pub const PARTS: usize = 3;
 
-/// Proof that the CPU has AMX tiles of bf16 and that the system lets this process use them.
+/// Proof that the CPU has AMX tiles of bf16 and AVX-512 F and BW, and that the system lets this process use the tiles.
 #[derive(Debug, Clone, Copy)]
 pub struct Amx(());
 
@@ -40,8 +40,11 @@ impl Amx {
     pub fn detect() -> Option<Self> {
         const BF16: u32 = 1 << 22;
         const TILES: u32 = 1 << 24;
-        (cfg!(target_os = "linux") && __cpuid_count(7, 0).edx & (BF16 | TILES) == BF16 | TILES && granted())
-            .then_some(Self(()))
+        let has = cfg!(target_os = "linux")
+            && is_x86_feature_detected!("avx512f")
+            && is_x86_feature_detected!("avx512bw")
+            && __cpuid_count(7, 0).edx & (BF16 | TILES) == BF16 | TILES;
+        (has && granted()).then_some(Self(()))
     }
 
     /// Sets up the tiles of this thread.
@@ -124,7 +127,7 @@ impl Amx {
     /// What [`Self::multiply`] makes of one row, for [`SIDE`] panels. `a` is `[step][part][32]`; each of `b` has a tile for each step.
     #[inline(always)]
     pub fn multiply_row(self, a: &[[[f32; 32]; PARTS]], b: [&[[u8; TILE]]; SIDE], out: &mut [[f32; 16]; SIDE]) {
-        // SAFETY: the token proves AVX-512 too.
+        // SAFETY: the token proves the features that the function enables.
         unsafe { multiply_row(a, b, out) }
     }
 }
