@@ -57,13 +57,7 @@ fn policies(model: &str) -> Vec<KvPolicy> {
         // It is graphs that differ here; how state is stored is tried on those above.
         return vec![KvPolicy::default(), late];
     }
-    let raw = [
-        KvPolicy::default(),
-        all(Codec::Bf16),
-        all(Codec::F32),
-        late,
-        KvPolicy { edges, ..all(Codec::Bf16) },
-    ];
+    let raw = [KvPolicy::default(), all(Codec::Bf16), all(Codec::F32), late, KvPolicy { edges, ..all(Codec::Bf16) }];
     raw.into_iter().chain(coded_policies(model)).collect()
 }
 
