@@ -101,7 +101,7 @@ fn mxfp4_in_two_tensors_decodes_as_the_format_says() {
     let (blocks, scales) = (side("blocks"), side("scales"));
     let value = |at: usize| {
         let byte = blocks[at / 2];
-        fp4(if at % 2 == 0 { byte & 15 } else { byte >> 4 }) * 2f32.powi(i32::from(scales[at / 32]) - 127)
+        fp4(if at.is_multiple_of(2) { byte & 15 } else { byte >> 4 }) * 2f32.powi(i32::from(scales[at / 32]) - 127)
     };
     let want: Vec<f32> = (0..2 * blocks.len()).map(value).collect();
     let mut checkpoint = Checkpoint::open(&path).unwrap();
